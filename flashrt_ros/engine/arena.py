@@ -1,0 +1,75 @@
+"""The arena: one allocation that holds every buffer at an address that never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from ..contract import Contract
+from .dtypes import TORCH_DTYPE
+from .errors import DeviceError
+
+ALIGNMENT = 256  # bytes; what CUDA's own allocator promises, so that every vector load is aligned
+
+
+class Arena(Mapping[str, torch.Tensor]):
+    """Buffers of `contract` as tensors over one zeroed allocation on `device`.
+
+    Raises DeviceError if the device is absent or has too little memory.
+    """
+
+    def __init__(self, contract: Contract, device: torch.device) -> None:
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for buffer in contract.buffers:
+            self.offsets[buffer.name] = end
+            end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = end
+        self.storage = _allocate(end, device)
+        self._tensors = {
+            b.name: self.storage[self.offsets[b.name] :][: b.nbytes].view(TORCH_DTYPE[b.dtype]).view(b.shape)
+            for b in contract.buffers
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def address(self, name: str) -> int:
+        """Address of the first byte of buffer `name`, on the arena's device."""
+        return self._tensors[name].data_ptr()
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        padded = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch raises AssertionError when it was built without CUDA
+        first_line = str(error).splitlines()[0]
+        raise DeviceError(f"cannot allocate an arena of {nbytes} bytes on '{device}': {first_line}") from None
+    shift = -padded.data_ptr() % ALIGNMENT
+    return padded[shift : shift + nbytes]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device called `name` ("cpu", "cuda", "cuda:1"); DeviceError if this machine lacks it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"unknown device '{name}'; use 'cpu', 'cuda' or 'cuda:N'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device '{name}' is not supported; use 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device '{name}' was asked for, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA "
+            "device(s) here; check `nvidia-smi` and the torch build, or set device to 'cpu'"
+        )
+    return device

@@ -1,0 +1,62 @@
+"""What the engine refuses to do, and why."""
+
+from __future__ import annotations
+
+
+class EngineError(RuntimeError):
+    """The engine was asked for something that it must not do."""
+
+
+class StaleInputError(EngineError):
+    """A stage, or a reader, would have used a value whose own inputs have moved on.
+
+    `buffer` is the input that moved, `writer` the stage that consumed it at version `consumed` (None: never) while it
+    is now at version `current`.
+    """
+
+    def __init__(self, reader: str, writer: str, buffer: str, consumed: int | None, current: int) -> None:
+        self.reader, self.writer, self.buffer = reader, writer, buffer
+        self.consumed, self.current = consumed, current
+        seen = "never ran" if consumed is None else f"consumed '{buffer}' at version {consumed}"
+        super().__init__(
+            f"{reader} would use stale data: stage '{writer}' {seen}, and '{buffer}' is now at version {current}; "
+            f"replay '{writer}' first, or call act()"
+        )
+
+
+class StaleVariantError(StaleInputError):
+    """A stage ran for another shape key than the one that is selected now."""
+
+    def __init__(self, reader: str, writer: str, ran_for: str, selected: str) -> None:
+        super().__init__(reader, writer, "shape key", 0, 0)
+        self.ran_for, self.selected = ran_for, selected
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reader} would use stale data: stage '{self.writer}' ran for shape '{self.ran_for}', and "
+            f"'{self.selected}' is selected now; replay '{self.writer}' first, or call act()"
+        )
+
+
+class UnfilledWindowError(EngineError):
+    """A window that a stage reads has never been filled."""
+
+
+class UncapturedShapeError(EngineError):
+    """A shape was asked for that no graph was captured for; nothing is ever captured outside configure."""
+
+
+class RoleError(EngineError):
+    """A buffer was written in a way that its role forbids."""
+
+
+class WindowError(EngineError):
+    """Data does not fit the window that it was meant for."""
+
+
+class StateError(EngineError):
+    """A session was used before configure, after close, twice at once, or was configured twice."""
+
+
+class DeviceError(EngineError):
+    """The device that was asked for is missing or unusable."""

@@ -1,0 +1,119 @@
+"""Graphs: stages captured once for each shape key, then only replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from ..contract import Contract, Stage, Variant
+from .errors import EngineError, UncapturedShapeError
+
+StageBody = Callable[[Mapping[str, torch.Tensor], Variant], None]
+"""Reads and writes the arena's tensors in place for one shape key. On a GPU it must be capturable: no `.item()`, no
+shape that depends on data, no tensor that outlives the call."""
+
+_WARM_UP_RUNS = 2  # lazy library handles and autotuning happen here, before capture forbids them
+
+
+class Executable(Protocol):
+    """A captured stage."""
+
+    def replay(self) -> None:
+        """Run it again on the same addresses."""
+
+
+class RecordedCall:
+    """The CPU's stand-in for a CUDA graph: a body bound to its arguments."""
+
+    def __init__(self, body: StageBody, arena: Mapping[str, torch.Tensor], variant: Variant) -> None:
+        self._call = (body, arena, variant)
+
+    def replay(self) -> None:
+        """Run the body."""
+        body, arena, variant = self._call
+        with torch.inference_mode():
+            body(arena, variant)
+
+
+def capture(
+    body: StageBody,
+    arena: Mapping[str, torch.Tensor],
+    variant: Variant,
+    device: torch.device,
+) -> Executable:
+    """Capture `body` for `variant`; the returned executable replays it on the arena's fixed addresses."""
+    if device.type == "cpu":
+        recorded = RecordedCall(body, arena, variant)
+        recorded.replay()  # a body that cannot run must fail at configure, not in the first decision
+        return recorded
+    return _capture_cuda(body, arena, variant)
+
+
+def _capture_cuda(body: StageBody, arena: Mapping[str, torch.Tensor], variant: Variant) -> Executable:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_RUNS):
+                body(arena, variant)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            body(arena, variant)
+    return graph
+
+
+class GraphSet:
+    """Every stage of a contract, captured for every shape key."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        bodies: Mapping[str, StageBody],
+        arena: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        _check_bodies(contract, bodies)
+        self._graphs: dict[tuple[str, str], Executable] = {}
+        for stage in contract.order:
+            self._capture_stage(contract, stage, bodies[stage.name], arena, device)
+
+    def _capture_stage(
+        self,
+        contract: Contract,
+        stage: Stage,
+        body: StageBody,
+        arena: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        shared: Executable | None = None
+        for variant in contract.variants:
+            if stage.variants or shared is None:
+                shared = capture(body, arena, variant, device)
+            self._graphs[stage.name, variant.name] = shared
+
+    def __len__(self) -> int:
+        return len({id(graph) for graph in self._graphs.values()})
+
+    def replay(self, stage: str, variant: str) -> None:
+        """Run the graph of `stage` for `variant`; UncapturedShapeError if there is none."""
+        graph = self._graphs.get((stage, variant))
+        if graph is None:
+            raise UncapturedShapeError(f"stage '{stage}' was not captured for shape '{variant}'")
+        graph.replay()
+
+
+def _check_bodies(contract: Contract, bodies: Mapping[str, StageBody]) -> None:
+    declared = {stage.name for stage in contract.stages}
+    missing, surplus = sorted(declared - set(bodies)), sorted(set(bodies) - declared)
+    if missing:
+        raise EngineError(
+            f"contract '{contract.name}' declares stage '{missing[0]}', but no body was given for it"
+        )
+    if surplus:
+        raise EngineError(
+            f"a body was given for '{surplus[0]}', which contract '{contract.name}' does not declare"
+        )

@@ -1,0 +1,96 @@
+"""Versions: how the engine knows what is stale."""
+
+from __future__ import annotations
+
+from ..contract import Contract, Stage
+from .errors import StaleInputError, StaleVariantError
+
+
+class VersionLedger:
+    """A counter on every buffer, and for every stage the counters that it consumed.
+
+    A stage is *stale* while it has never run, while one of its inputs has moved since, or while it ran for another
+    shape key than the selected one.
+    """
+
+    def __init__(self, contract: Contract, variant: str) -> None:
+        self.versions: dict[str, int] = {buffer.name: 0 for buffer in contract.buffers}
+        self.variant = variant
+        self._inputs = {stage.name: contract.inputs(stage) for stage in contract.stages}
+        self._writes = {stage.name: stage.writes for stage in contract.stages}
+        self._shaped = {stage.name for stage in contract.stages if stage.variants}
+        self._upstream = _upstream(contract)
+        self._writers = {name: tuple(s.name for s in stages) for name, stages in contract.writers.items()}
+        self._consumed: dict[str, tuple[int, ...] | None] = dict.fromkeys(self._inputs)
+        self._ran_for: dict[str, str] = {}
+
+    def bump(self, buffer: str) -> None:
+        """Record one write to `buffer`."""
+        self.versions[buffer] += 1
+
+    def is_stale(self, stage: str) -> bool:
+        """Whether a replay of `stage` could change what it wrote; says nothing of the stages before it."""
+        consumed = self._consumed[stage]
+        if consumed is None or consumed != self._current(stage):
+            return True
+        return stage in self._shaped and self._ran_for[stage] != self.variant
+
+    def ran(self, stage: str) -> None:
+        """Record a complete replay of `stage`."""
+        for name in self._writes[stage]:
+            self.versions[name] += 1
+        self._consumed[stage] = self._current(
+            stage
+        )  # after the writes: a stage is not stale by its own update
+        self._ran_for[stage] = self.variant
+
+    def failed(self, stage: str) -> None:
+        """Record that a replay of `stage` broke off: what it wrote is worthless and so is what follows from it."""
+        for name in self._writes[stage]:
+            self.versions[name] += 1
+        self._consumed[stage] = None
+
+    def require_fresh_inputs(self, stage: str) -> None:
+        """Raise StaleInputError if a stage that feeds `stage` is itself stale."""
+        for writer in self._upstream[stage]:
+            self._require_fresh(f"stage '{stage}'", writer)
+
+    def require_fresh(self, buffer: str) -> None:
+        """Raise StaleInputError if a stage that `buffer` follows from is stale."""
+        for writer in self._writers.get(buffer, ()):
+            for upstream in (*self._upstream[writer], writer):
+                self._require_fresh(f"reading '{buffer}'", upstream)
+
+    def _require_fresh(self, reader: str, writer: str) -> None:
+        if not self.is_stale(writer):
+            return
+        moved, consumed = self._moved_input(writer)
+        if moved is None:
+            raise StaleVariantError(reader, writer, self._ran_for[writer], self.variant)
+        raise StaleInputError(reader, writer, moved, consumed, self.versions[moved])
+
+    def _moved_input(self, stage: str) -> tuple[str | None, int | None]:
+        consumed = self._consumed[stage]
+        if consumed is None:
+            name = self._inputs[stage][0] if self._inputs[stage] else self._writes[stage][0]
+            return name, None
+        for name, then in zip(self._inputs[stage], consumed, strict=True):
+            if self.versions[name] != then:
+                return name, then
+        return None, None
+
+    def _current(self, stage: str) -> tuple[int, ...]:
+        versions = self.versions
+        return tuple([versions[name] for name in self._inputs[stage]])
+
+
+def _upstream(contract: Contract) -> dict[str, tuple[str, ...]]:
+    """For each stage, every stage that it follows from, in execution order."""
+    direct: dict[str, set[Stage]] = {}
+    reached: dict[str, set[str]] = {}
+    for stage in contract.order:
+        direct[stage.name] = {writer for group in contract.feeders(stage).values() for writer in group}
+        earlier = [reached[writer.name] | {writer.name} for writer in direct[stage.name]]
+        reached[stage.name] = set().union(*earlier)
+    rank = {stage.name: i for i, stage in enumerate(contract.order)}
+    return {name: tuple(sorted(names, key=rank.__getitem__)) for name, names in reached.items()}

@@ -1,0 +1,135 @@
+"""The runner: one policy and one session, driven decision by decision in the robot's own terms."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..engine import Session
+from .base import Policy, PolicyError
+from .pixels import CHANNELS, PixelOrder
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One chunk of actions and what it cost.
+
+    `actions` is float32[chunk, len(action_names)] in the robot's units. `seconds` covers prompt, replay and
+    conversion; `bytes_copied` counts what went into image windows since the decision before.
+    """
+
+    actions: np.ndarray
+    replayed: tuple[str, ...]
+    prompt: str
+    seconds: float
+    bytes_copied: int
+
+
+class PolicyRunner:
+    """Turns frames, states and an instruction into chunks.
+
+    Args:
+        policy: the model.
+        session: built on `policy.contract` and `policy.bodies`, not yet configured.
+    """
+
+    def __init__(self, policy: Policy, session: Session) -> None:
+        self.policy = policy
+        self.session = session
+        self.instruction = ""
+        self._state: np.ndarray | None = None
+        self._formats = np.zeros((len(policy.views), 4), dtype=np.int32)
+        self._sent_formats: np.ndarray | None = None
+        self._bytes_copied = 0
+
+    @classmethod
+    def start(cls, policy: Policy, device: str = "cpu", seed: int = 0) -> PolicyRunner:
+        """A configured runner: session built, STATIC buffers prepared, every stage captured."""
+        session = Session(policy.contract, policy.bodies, device, seed)
+        policy.prepare(session)
+        session.configure()
+        return cls(policy, session)
+
+    def set_image(self, view: str, pixels: np.ndarray, order: PixelOrder) -> int:
+        """Copy one frame into its window, once, without converting it.
+
+        Args:
+            pixels: uint8[height, width, channels]; may be a strided view into padded rows.
+            order: meaning of the channels.
+
+        Returns:
+            Bytes copied: height × width × channels.
+
+        Raises:
+            PolicyError: unknown view, wrong dtype or shape, or more pixels than the window holds.
+        """
+        index = self._view_index(view)
+        height, width, channels = self._checked_shape(view, pixels, order)
+        with self.session.window(f"image.{view}", rows=pixels.size) as target:
+            np.copyto(target.reshape(pixels.shape), pixels)
+        self._formats[index] = (height, width, channels, order)
+        self._bytes_copied += pixels.size
+        return pixels.size
+
+    def set_state(self, state: np.ndarray) -> None:
+        """Remember the robot's state: float32[len(state_names)], in the order of `policy.state_names`."""
+        expected = (len(self.policy.state_names),)
+        if state.shape != expected:
+            raise PolicyError(
+                f"state has shape {list(state.shape)}, policy '{self.policy.name}' expects {list(expected)}"
+            )
+        if not np.isfinite(state).all():
+            name = self.policy.state_names[int(np.flatnonzero(~np.isfinite(state))[0])]
+            raise PolicyError(f"state of '{name}' is not finite; refusing to act on it")
+        self._state = state.astype(np.float32)
+
+    def set_instruction(self, instruction: str) -> None:
+        """Remember what the robot is to do; it becomes the prompt at the next decision."""
+        self.instruction = instruction
+
+    def decide(self) -> Decision:
+        """Replay what is stale, with fresh noise, and return the chunk."""
+        start = time.perf_counter()
+        prompt = self.policy.write_prompt(self.session, self.instruction, self._state)
+        self._send_formats()
+        self.session.draw("noise")
+        replayed = self.session.act()
+        actions = self.policy.actions(self.session, self._state)
+        copied, self._bytes_copied = self._bytes_copied, 0
+        return Decision(actions, replayed, prompt, time.perf_counter() - start, copied)
+
+    def close(self) -> None:
+        """Release the session's memory and graphs."""
+        self.session.close()
+
+    def _view_index(self, view: str) -> int:
+        if view not in self.policy.views:
+            known = ", ".join(self.policy.views)
+            raise PolicyError(f"unknown view '{view}'; policy '{self.policy.name}' sees: {known}")
+        return self.policy.views.index(view)
+
+    def _checked_shape(self, view: str, pixels: np.ndarray, order: PixelOrder) -> tuple[int, int, int]:
+        if (
+            pixels.dtype != np.uint8
+            or pixels.ndim != 3
+            or pixels.shape[2] not in CHANNELS[order]
+            or not pixels.size
+        ):
+            raise PolicyError(
+                f"view '{view}': got {pixels.dtype}{list(pixels.shape)}, expected uint8[height, width, channels] with "
+                f"{' or '.join(map(str, CHANNELS[order]))} channels for {order.name}"
+            )
+        height, width, channels = pixels.shape
+        if height * width > self.policy.max_pixels:
+            raise PolicyError(
+                f"view '{view}': {width}x{height} is more than the {self.policy.max_pixels} pixels of its window; "
+                "raise max_pixels or lower the camera's resolution"
+            )
+        return height, width, channels
+
+    def _send_formats(self) -> None:
+        if self._sent_formats is None or not np.array_equal(self._sent_formats, self._formats):
+            self.session.fill("image_format", self._formats)
+            self._sent_formats = self._formats.copy()
