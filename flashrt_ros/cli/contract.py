@@ -41,9 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     if len(args.files) not in (1, 2):
-        raise CommandError(
-            "contract diff needs two exported files, or one to compare with the policy's own contract"
-        )
+        raise CommandError("contract diff needs two exported files, or one to compare with the policy's own contract")
     one = _load(args.files[0])
     other = _load(args.files[1]) if len(args.files) == 2 else _build(args)
     differing = one.differences(other)

@@ -37,7 +37,5 @@ def policy_settings(assignments: list[str]) -> dict[str, Any]:
         try:
             settings[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise CommandError(
-                f"--set {text!r}: the value is not valid YAML ({error.__class__.__name__})"
-            ) from None
+            raise CommandError(f"--set {text!r}: the value is not valid YAML ({error.__class__.__name__})") from None
     return settings

@@ -86,9 +86,7 @@ class Buffer:
         checked_name("buffer", self.name)
         object.__setattr__(self, "shape", tuple(self.shape))
         if not self.shape or any(not isinstance(n, int) or n <= 0 for n in self.shape):
-            raise ContractError(
-                f"buffer '{self.name}': shape {self.shape} needs one or more positive integers"
-            )
+            raise ContractError(f"buffer '{self.name}': shape {self.shape} needs one or more positive integers")
         if self.rate is not None and self.role is not Role.SWAP:
             raise ContractError(
                 f"buffer '{self.name}': only a SWAP window that the host fills has a rate, this one is {self.role.name}"

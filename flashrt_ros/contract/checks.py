@@ -70,12 +70,13 @@ def check_writers(writers: Writers, buffers: Mapping[str, Buffer]) -> None:
 def _check_role_allows(stage: Stage, buffer: Buffer) -> None:
     if buffer.filled_by_host:
         raise ContractError(
-            f"stage '{stage.name}' writes '{buffer.name}', a window that the host fills; drop its rate or write elsewhere"
+            f"stage '{stage.name}' writes '{buffer.name}', a window that the host fills; drop its rate or write "
+            "elsewhere"
         )
     if buffer.role is Role.STATIC and stage.rate > Rate.PROMPT:
         raise ContractError(
-            f"stage '{stage.name}' ({stage.rate.name}) writes STATIC buffer '{buffer.name}'; only CHECKPOINT and PROMPT "
-            "stages may, make the buffer STATE or SCRATCH"
+            f"stage '{stage.name}' ({stage.rate.name}) writes STATIC buffer '{buffer.name}'; only CHECKPOINT and "
+            "PROMPT stages may, make the buffer STATE or SCRATCH"
         )
 
 
@@ -92,8 +93,8 @@ def check_prerequisites(stages: Iterable[Stage], buffers: Mapping[str, Buffer], 
                 )
             if buffer.role is Role.SCRATCH and others:
                 raise ContractError(
-                    f"stage '{stage.name}' reads SCRATCH buffer '{name}' of stage '{others[0]}'; a capsule would lose it, "
-                    "make it STATE"
+                    f"stage '{stage.name}' reads SCRATCH buffer '{name}' of stage '{others[0]}'; a capsule would lose "
+                    "it, make it STATE"
                 )
 
 
@@ -137,9 +138,7 @@ def _check_region(region: Region, extents: Mapping[str, Extent], buffers: Mappin
         raise ContractError(f"region '{region.name}': {unknown('buffer', region.buffer, buffers)}")
     buffer = buffers[region.buffer]
     if buffer.role is Role.SCRATCH:
-        raise ContractError(
-            f"region '{region.name}' saves SCRATCH buffer '{buffer.name}', whose content is worthless"
-        )
+        raise ContractError(f"region '{region.name}' saves SCRATCH buffer '{buffer.name}', whose content is worthless")
     if region.end > buffer.nbytes:
         raise ContractError(
             f"region '{region.name}' covers bytes [{region.offset}, {region.end}) of buffer '{buffer.name}', "

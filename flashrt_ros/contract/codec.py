@@ -102,9 +102,7 @@ def _parse(text: str) -> dict[str, Any]:
     if not isinstance(data, dict) or "schema" not in data:
         raise ContractError("not a contract: expected a JSON object with a 'schema' field")
     if data["schema"] != SCHEMA:
-        raise ContractError(
-            f"contract schema {data['schema']!r} is not supported, this version reads schema {SCHEMA}"
-        )
+        raise ContractError(f"contract schema {data['schema']!r} is not supported, this version reads schema {SCHEMA}")
     return data
 
 

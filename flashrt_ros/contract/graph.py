@@ -37,9 +37,7 @@ def feeders_of(stage: Stage, writers: Mapping[str, tuple[Stage, ...]]) -> dict[s
     """Map each input of `stage` to the other stages that must have written it before."""
     feeders: dict[str, tuple[Stage, ...]] = {}
     for name in inputs_of(stage, writers):
-        earlier = tuple(
-            w for w in writers.get(name, ()) if w.name != stage.name and _comes_first(w, stage, name)
-        )
+        earlier = tuple(w for w in writers.get(name, ()) if w.name != stage.name and _comes_first(w, stage, name))
         if earlier:
             feeders[name] = earlier
     return feeders
@@ -70,9 +68,7 @@ def execution_order(stages: tuple[Stage, ...], writers: Mapping[str, tuple[Stage
         sorter.prepare()
     except CycleError as error:
         path = " -> ".join(reversed(error.args[1]))
-        raise ContractError(
-            f"stages form a cycle: {path}; let one of them read an earlier value instead"
-        ) from None
+        raise ContractError(f"stages form a cycle: {path}; let one of them read an earlier value instead") from None
     return _stable_order(sorter, stages)
 
 

@@ -23,10 +23,7 @@ def show(contract: Contract) -> str:
 def table(rows: list[tuple[str, ...]], indent: str = "  ") -> list[str]:
     """Rows as lines with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return [
-        (indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
+    return [(indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows]
 
 
 def human_bytes(count: int) -> str:
@@ -50,9 +47,7 @@ def _stages(contract: Contract) -> list[str]:
     lines = [f"stages, in order   shapes: {', '.join(v.name for v in contract.variants)}"]
     for stage in contract.order:
         shapes = f"captured for {', '.join(stage.variants)}" if stage.variants else "captured once"
-        lines.append(
-            f"  {stage.name}   {stage.rate.name.lower()}, {shapes}" + (f"   {stage.doc}" if stage.doc else "")
-        )
+        lines.append(f"  {stage.name}   {stage.rate.name.lower()}, {shapes}" + (f"   {stage.doc}" if stage.doc else ""))
         lines.append(f"      reads   {', '.join(stage.reads) or 'nothing'}")
         lines.append(f"      writes  {', '.join(stage.writes)}")
         if stage.after:
@@ -92,7 +87,9 @@ def _regions(contract: Contract) -> list[str]:
 def _region_row(contract: Contract, region: Region) -> tuple[str, ...]:
     live = "all bytes"
     if region.live is not None:
-        live = f"first '{region.live}' of {contract.extent(region.live).maximum} rows in each of {region.blocks} block(s)"
+        live = (
+            f"first '{region.live}' of {contract.extent(region.live).maximum} rows in each of {region.blocks} block(s)"
+        )
     return (
         region.name,
         f"{region.buffer}[{region.offset}:{region.end}]",

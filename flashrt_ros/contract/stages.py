@@ -54,8 +54,6 @@ class Stage:
             object.__setattr__(self, attribute, names)
             repeated = sorted({name for name in names if names.count(name) > 1})
             if repeated:
-                raise ContractError(
-                    f"stage '{self.name}': {attribute} lists '{repeated[0]}' twice, once is enough"
-                )
+                raise ContractError(f"stage '{self.name}': {attribute} lists '{repeated[0]}' twice, once is enough")
         if not self.writes:
             raise ContractError(f"stage '{self.name}' writes no buffer, so nothing could ever depend on it")

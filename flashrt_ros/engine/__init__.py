@@ -4,32 +4,67 @@ It needs torch and knows no model.
 """
 
 from .arena import Arena, resolve_device
+from .capsule import Capsule, Tier
 from .errors import (
+    BudgetFullError,
+    CapsuleError,
+    CapsuleExistsError,
+    CapsuleFileError,
+    CapsuleKeptError,
+    CapsuleNameError,
+    CapsuleStorageError,
     DeviceError,
+    DiskFullError,
     EngineError,
+    FingerprintError,
+    ForeignFileError,
+    ReadOnlyError,
     RoleError,
+    SessionLimitError,
     StaleInputError,
     StaleVariantError,
     StateError,
     UncapturedShapeError,
     UnfilledWindowError,
+    UnknownCapsuleError,
     WindowError,
 )
+from .folder import CapsuleFolder
 from .graphs import StageBody
+from .manager import SessionManager
 from .session import Session
+from .store import CapsuleStore
 
 __all__ = [
     "Arena",
+    "BudgetFullError",
+    "Capsule",
+    "CapsuleError",
+    "CapsuleExistsError",
+    "CapsuleFileError",
+    "CapsuleFolder",
+    "CapsuleKeptError",
+    "CapsuleNameError",
+    "CapsuleStorageError",
+    "CapsuleStore",
     "DeviceError",
+    "DiskFullError",
     "EngineError",
+    "FingerprintError",
+    "ForeignFileError",
+    "ReadOnlyError",
     "RoleError",
     "Session",
+    "SessionLimitError",
+    "SessionManager",
     "StageBody",
     "StaleInputError",
     "StaleVariantError",
     "StateError",
+    "Tier",
     "UncapturedShapeError",
     "UnfilledWindowError",
+    "UnknownCapsuleError",
     "WindowError",
     "resolve_device",
 ]

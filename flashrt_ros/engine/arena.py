@@ -20,13 +20,8 @@ class Arena(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, contract: Contract, device: torch.device) -> None:
-        self.offsets: dict[str, int] = {}
-        end = 0
-        for buffer in contract.buffers:
-            self.offsets[buffer.name] = end
-            end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-        self.nbytes = end
-        self.storage = _allocate(end, device)
+        self.offsets, self.nbytes = arena_offsets(contract)
+        self.storage = _allocate(self.nbytes, device)
         self._tensors = {
             b.name: self.storage[self.offsets[b.name] :][: b.nbytes].view(TORCH_DTYPE[b.dtype]).view(b.shape)
             for b in contract.buffers
@@ -44,6 +39,15 @@ class Arena(Mapping[str, torch.Tensor]):
     def address(self, name: str) -> int:
         """Address of the first byte of buffer `name`, on the arena's device."""
         return self._tensors[name].data_ptr()
+
+
+def arena_offsets(contract: Contract) -> tuple[dict[str, int], int]:
+    """Byte offset of every buffer in the arena of `contract`, and the arena's size. Equal contracts, equal offsets."""
+    offsets, end = {}, 0
+    for buffer in contract.buffers:
+        offsets[buffer.name] = end
+        end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

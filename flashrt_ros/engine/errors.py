@@ -60,3 +60,66 @@ class StateError(EngineError):
 
 class DeviceError(EngineError):
     """The device that was asked for is missing or unusable."""
+
+
+class CapsuleError(EngineError):
+    """A capsule could not be saved, found, restored or written; the session is as if it had not been asked."""
+
+
+class CapsuleNameError(CapsuleError):
+    """A name that no capsule may have."""
+
+
+class UnknownCapsuleError(CapsuleError):
+    """No capsule of that name."""
+
+
+class CapsuleExistsError(CapsuleError):
+    """The name is taken."""
+
+
+class CapsuleKeptError(CapsuleError):
+    """The capsule is marked `keep`, and changing it all the same was not asked for."""
+
+
+class BudgetFullError(CapsuleError):
+    """The byte budget cannot take another capsule without evicting one that is marked `keep`."""
+
+
+class FingerprintError(CapsuleError):
+    """The capsule was saved under another contract; `fields` says in what they differ."""
+
+    def __init__(self, name: str, fields: tuple[str, ...]) -> None:
+        self.fields = fields
+        super().__init__(
+            f"capsule '{name}' was saved under another contract; these differ: {', '.join(fields)}. "
+            "Run the configuration that it was saved under, or snapshot anew"
+        )
+
+
+class CapsuleFileError(CapsuleError):
+    """A capsule file is truncated, altered, foreign, or of a newer schema; `field` says which part."""
+
+    def __init__(self, path: object, field: str, reason: str) -> None:
+        self.field = field
+        super().__init__(f"{path}: {reason} (field '{field}'); the file was not used")
+
+
+class ForeignFileError(CapsuleFileError):
+    """Not a capsule file at all, or one of a schema that this version does not read."""
+
+
+class CapsuleStorageError(CapsuleError):
+    """The file system refused to read or write a capsule file."""
+
+
+class DiskFullError(CapsuleStorageError):
+    """No space is left for a capsule file."""
+
+
+class ReadOnlyError(CapsuleStorageError):
+    """The folder of a capsule file cannot be written."""
+
+
+class SessionLimitError(EngineError):
+    """No more sessions fit, or no session of that name is open."""

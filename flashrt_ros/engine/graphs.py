@@ -110,10 +110,6 @@ def _check_bodies(contract: Contract, bodies: Mapping[str, StageBody]) -> None:
     declared = {stage.name for stage in contract.stages}
     missing, surplus = sorted(declared - set(bodies)), sorted(set(bodies) - declared)
     if missing:
-        raise EngineError(
-            f"contract '{contract.name}' declares stage '{missing[0]}', but no body was given for it"
-        )
+        raise EngineError(f"contract '{contract.name}' declares stage '{missing[0]}', but no body was given for it")
     if surplus:
-        raise EngineError(
-            f"a body was given for '{surplus[0]}', which contract '{contract.name}' does not declare"
-        )
+        raise EngineError(f"a body was given for '{surplus[0]}', which contract '{contract.name}' does not declare")

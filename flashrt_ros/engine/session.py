@@ -10,10 +10,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from ..contract import Contract, Role
+from ..contract import Contract, Rate, Role
 from .arena import Arena, resolve_device
+from .capsule import Capsule, Parked, SessionState, Tier
 from .errors import (
     EngineError,
+    FingerprintError,
     RoleError,
     StateError,
     UncapturedShapeError,
@@ -21,6 +23,9 @@ from .errors import (
     WindowError,
 )
 from .graphs import GraphSet, StageBody
+from .keeper import StateKeeper, static_without_writer
+from .layout import Layout
+from .store import CapsuleStore
 from .versions import VersionLedger
 from .windows import Window, checked, open_windows
 
@@ -28,15 +33,16 @@ from .windows import Window, checked, open_windows
 class Session:
     """Fills windows, replays what is stale in contract order, reads results.
 
-    Life: construct → `prepare` STATIC buffers that no stage writes → `configure` (captures everything) → hot loop →
-    `close`. After `configure` nothing allocates, captures or rebinds. One thread at a time may drive a session; a
-    second one gets StateError instead of torn data.
+    Life: construct → `prepare` STATIC buffers that no stage writes → `configure` (captures everything, runs the
+    CHECKPOINT stages) → hot loop → `close`. After `configure` nothing allocates, captures or rebinds. One thread at
+    a time may drive a session; a second one gets StateError instead of torn data.
 
     Args:
         contract: the plan.
         bodies: one body for each stage of the plan.
         device: "cpu", "cuda" or "cuda:N"; DeviceError if this machine lacks it.
         seed: of the generator that `draw` uses. It runs on the host, so a seed gives equal noise on every device.
+        capsules: where snapshots go; a store with the default budgets is made when the first one is taken.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class Session:
         bodies: Mapping[str, StageBody],
         device: str = "cpu",
         seed: int = 0,
+        capsules: CapsuleStore | None = None,
     ) -> None:
         self.contract = contract
         self.device = resolve_device(device)
@@ -53,11 +60,16 @@ class Session:
         self.extents: dict[str, int] = {extent.name: 0 for extent in contract.extents}
         self.counts: Counter[str] = Counter({stage.name: 0 for stage in contract.stages})
         self.stale_refusals = 0
+        self.notes: dict[str, str] = {}
+        self._capsules = capsules
         self._bodies = bodies
         self._order = tuple(stage.name for stage in contract.order)
         self._windows: dict[str, Window] = open_windows(contract, self.arena)
         self._ledger = VersionLedger(contract, contract.variants[0].name)
-        self._unfilled = {b.name for b in contract.buffers if b.filled_by_host and self._is_read(b.name)}
+        self._keeper = StateKeeper(
+            contract, self.arena, self._ledger, self._windows, self.extents, self.generator, self.notes
+        )
+        self._unfilled = self._keeper.unfilled(set())
         self._graphs: GraphSet | None = None
         self._closed = False
         self._driving = threading.Lock()
@@ -68,9 +80,7 @@ class Session:
         """Copy `value` into STATIC buffer `name`, before `configure` only (its update event)."""
         buffer = self.contract.buffer(name)
         if buffer.role is not Role.STATIC or name in self.contract.writers:
-            raise RoleError(
-                f"'{name}' is not a STATIC buffer without a writer; only those are prepared by hand"
-            )
+            raise RoleError(f"'{name}' is not a STATIC buffer without a writer; only those are prepared by hand")
         if self._graphs is not None:
             raise RoleError(
                 f"STATIC buffer '{name}' is read-only after configure; prepare it before, or build a new session"
@@ -87,16 +97,16 @@ class Session:
         """Capture every stage for every shape key, once; STATE buffers start from zero afterwards."""
         if self._graphs is not None or self._closed:
             raise StateError("a session is configured once; build a new one to configure again")
-        for buffer in self.contract.buffers:
-            orphan = buffer.role is Role.STATIC and buffer.name not in self.contract.writers
-            if orphan and self._ledger.versions[buffer.name] == 0:
-                raise UnfilledWindowError(
-                    f"STATIC buffer '{buffer.name}' was not prepared; call prepare() first"
-                )
+        for name in static_without_writer(self.contract):
+            if self._ledger.versions[name] == 0:
+                raise UnfilledWindowError(f"STATIC buffer '{name}' was not prepared; call prepare() first")
         self._graphs = GraphSet(self.contract, self._bodies, self.arena, self.device)
         for buffer in self.contract.buffers:
             if buffer.role is Role.STATE:  # capturing ran the bodies, which may have accumulated into it
                 self.arena[buffer.name].zero_()
+        for stage in self.contract.order:
+            if stage.rate is Rate.CHECKPOINT and not self._unfilled.intersection(stage.reads):
+                self._run(stage.name)
 
     def close(self) -> None:
         """Release graphs and memory. Safe to call twice."""
@@ -107,6 +117,7 @@ class Session:
             self._graphs = None
             self._windows = {}
             self._bodies = {}
+            del self._keeper
             self._arena = None
 
     # -- filling ---------------------------------------------------------------------------------------------------
@@ -125,6 +136,7 @@ class Session:
             raise WindowError(f"window '{name}' has {capacity} rows, cannot fill {count}")
         with self._exclusively(f"fill '{name}'"):
             window.wait()
+            window.refresh()
             try:
                 yield window.array[:count]
             finally:  # a block that broke off has torn the window: the content changed, so the version must too
@@ -142,9 +154,7 @@ class Session:
         """Refill float32 window `name` with N(0, 1) from the session's generator."""
         window = self._input_window(name)
         if window.tensor.dtype is not torch.float32:
-            raise WindowError(
-                f"window '{name}' is {window.tensor.dtype}, noise is drawn into float32 windows only"
-            )
+            raise WindowError(f"window '{name}' is {window.tensor.dtype}, noise is drawn into float32 windows only")
         with self.window(name):
             window.tensor.normal_(generator=self.generator)
 
@@ -156,9 +166,7 @@ class Session:
         """Choose the shape key of the next replays; UncapturedShapeError if it was not captured."""
         if not any(known.name == variant for known in self.contract.variants):
             captured = ", ".join(known.name for known in self.contract.variants)
-            raise UncapturedShapeError(
-                f"shape '{variant}' was not captured; captured at configure: {captured}"
-            )
+            raise UncapturedShapeError(f"shape '{variant}' was not captured; captured at configure: {captured}")
         self._ledger.variant = variant
 
     def set_extent(self, name: str, value: int) -> None:
@@ -166,14 +174,16 @@ class Session:
         maximum = self.contract.extent(name).maximum
         if not 0 <= value <= maximum:
             raise WindowError(f"extent '{name}' is {value}, expected 0 to {maximum}")
-        self.extents[name] = value
+        if self.extents[name] != value:
+            self.extents[name] = value
+            self._keeper.touch_extent(name)
 
     # -- driving ---------------------------------------------------------------------------------------------------
 
     def act(self) -> tuple[str, ...]:
         """Replay exactly the stale stages, in contract order, and return their names."""
         with self._exclusively("act"):
-            self._require_filled()
+            self._require_configured()
             is_stale = self._ledger.is_stale
             replayed = []
             for stage in self._order:
@@ -186,7 +196,7 @@ class Session:
         """Replay one stage by hand; StaleInputError if what it would read is stale."""
         self.contract.stage(stage)
         with self._exclusively(f"replay '{stage}'"):
-            self._require_filled()
+            self._require_configured()
             try:
                 self._ledger.require_fresh_inputs(stage)
             except EngineError:
@@ -208,14 +218,90 @@ class Session:
                 raise
             return self._host_copy(name)
 
+    # -- capsules --------------------------------------------------------------------------------------------------
+
+    @property
+    def capsules(self) -> CapsuleStore:
+        """Where this session's snapshots are kept."""
+        if self._capsules is None:
+            self._capsules = CapsuleStore(self.device)
+        return self._capsules
+
+    def snapshot(self, name: str, *, description: str = "", keep: bool = False, replace: bool = False) -> Capsule:
+        """Save the live state under `name`.
+
+        Raises:
+            CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
+        """
+        with self._exclusively("snapshot"):
+            self._require_configured()
+            layout = self._keeper.layout()
+
+            def make(block: torch.Tensor, tier: Tier) -> Capsule:
+                state = self._keeper.save(layout, block)
+                return Capsule(name, self.contract, state, layout, block, tier, description, keep)
+
+            return self.capsules.add(name, layout.nbytes, make, replace=replace)
+
+    def restore(self, name: str) -> Capsule:
+        """Go back to the state saved under `name`: bytes, versions, noise generator, shape key and notes.
+
+        Windows that the capsule does not hold (the images) must be filled before a stage reads them again.
+
+        Raises:
+            UnknownCapsuleError, FingerprintError: nothing was changed.
+        """
+        capsule = self.capsules.get(name)
+        self.adopt(capsule)
+        return capsule
+
+    def fork(self, name: str, session: Session) -> Capsule:
+        """Bring `session`, which must run an equal contract, to the state saved under `name`."""
+        capsule = self.capsules.get(name)
+        session.adopt(capsule)
+        return capsule
+
+    def adopt(self, capsule: Capsule) -> None:
+        """Go to the state that `capsule` holds; FingerprintError if it is of another contract."""
+        if capsule.fingerprint != self.fingerprint:
+            raise FingerprintError(capsule.name, self.contract.differences(capsule.contract))
+        self._load(capsule.state, capsule.layout, capsule.block)
+
+    def new_parked(self) -> Parked:
+        """A place for `park`; the only allocation that parking needs."""
+        return self._keeper.new_parked()
+
+    def park(self, parked: Parked) -> None:
+        """Save the live state into `parked`, copying only what changed since it was last saved there."""
+        with self._exclusively("park"):
+            self._require_configured()
+            self._keeper.park(parked)
+
+    def unpark(self, parked: Parked) -> None:
+        """Go to the state that `parked` holds, copying only what differs."""
+        if parked.state is None or parked.layout is None:
+            raise StateError("nothing was parked there yet")
+        self._load(parked.state, parked.layout, parked.block)
+
+    def _load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> None:
+        with self._exclusively("restore"):
+            self._require_configured()
+            foreign = self._keeper.load(state, layout, block)
+            self._unfilled = self._keeper.unfilled(foreign)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def unfilled(self) -> frozenset[str]:
+        """Input windows that nobody filled since configure, or that a restore left without their content."""
+        return frozenset(self._unfilled)
+
     @property
     def arena(self) -> Arena:
         """Every buffer as a tensor on the device; StateError after `close`."""
         if self._arena is None:
             raise StateError("the session is closed; build a new one")
         return self._arena
-
-    # -- asking ----------------------------------------------------------------------------------------------------
 
     @property
     def variant(self) -> str:
@@ -240,10 +326,11 @@ class Session:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _run(self, stage: str) -> None:
-        if self._graphs is None:
-            raise StateError("the session is not configured; call configure() first")
+        graphs = self._require_configured()
+        if self._unfilled:
+            self._require_filled(stage)
         try:
-            self._graphs.replay(stage, self._ledger.variant)
+            graphs.replay(stage, self._ledger.variant)
         except BaseException:
             self._ledger.failed(stage)
             raise
@@ -270,16 +357,19 @@ class Session:
             raise RoleError(f"'{name}' is a {role} buffer {owner}; the host fills SWAP windows only")
         return self._windows[name]
 
-    def _is_read(self, name: str) -> bool:
-        return any(name in stage.reads for stage in self.contract.stages)
-
-    def _require_filled(self) -> None:
+    def _require_configured(self) -> GraphSet:
         if self._graphs is None:
             self._require_open()
             raise StateError("the session is not configured; call configure() first")
-        if self._unfilled:
-            names = ", ".join(sorted(self._unfilled))
-            raise UnfilledWindowError(f"never filled: {names}; fill every window before the first act()")
+        return self._graphs
+
+    def _require_filled(self, stage: str) -> None:
+        missing = self._unfilled.intersection(self.contract.stage(stage).reads)
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise UnfilledWindowError(
+                f"stage '{stage}' needs windows that nobody filled since configure or restore: {names}; fill them first"
+            )
 
     def _require_open(self) -> None:
         if self._closed:
@@ -289,9 +379,7 @@ class Session:
     def _exclusively(self, action: str) -> Iterator[None]:
         self._require_open()
         if not self._driving.acquire(blocking=False):
-            raise StateError(
-                f"cannot {action}: the session is being driven already (another thread, or a stage body)"
-            )
+            raise StateError(f"cannot {action}: the session is being driven already (another thread, or a stage body)")
         try:
             yield
         finally:

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from ..contract import Contract, Stage
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import count
+
+from ..contract import Contract, Rate, Role, Stage
+from ..contract.graph import rate_of
 from .errors import StaleInputError, StaleVariantError
+
+_content_ids = count(1)  # unique in the process: two buffers with equal ids hold equal bytes
+
+
+@dataclass(frozen=True)
+class LedgerState:
+    """What a ledger knew at one moment. `contents` is empty in a state that came from another process."""
+
+    versions: Mapping[str, int]
+    consumed: Mapping[str, tuple[int, ...] | None]
+    ran_for: Mapping[str, str]
+    variant: str
+    contents: Mapping[str, int]
 
 
 class VersionLedger:
@@ -15,6 +33,8 @@ class VersionLedger:
 
     def __init__(self, contract: Contract, variant: str) -> None:
         self.versions: dict[str, int] = {buffer.name: 0 for buffer in contract.buffers}
+        self.contents: dict[str, int] = {buffer.name: next(_content_ids) for buffer in contract.buffers}
+        self._volatile = _volatile(contract)
         self.variant = variant
         self._inputs = {stage.name: contract.inputs(stage) for stage in contract.stages}
         self._writes = {stage.name: stage.writes for stage in contract.stages}
@@ -27,6 +47,11 @@ class VersionLedger:
     def bump(self, buffer: str) -> None:
         """Record one write to `buffer`."""
         self.versions[buffer] += 1
+        self.contents[buffer] = next(_content_ids)
+
+    def renew(self, buffer: str) -> None:
+        """Record that `buffer` holds something else now, without a write that readers would have to follow."""
+        self.contents[buffer] = next(_content_ids)
 
     def is_stale(self, stage: str) -> bool:
         """Whether a replay of `stage` could change what it wrote; says nothing of the stages before it."""
@@ -38,17 +63,39 @@ class VersionLedger:
     def ran(self, stage: str) -> None:
         """Record a complete replay of `stage`."""
         for name in self._writes[stage]:
-            self.versions[name] += 1
-        self._consumed[stage] = self._current(
-            stage
-        )  # after the writes: a stage is not stale by its own update
+            self.bump(name)
+        self._consumed[stage] = self._current(stage)  # after the writes: a stage is not stale by its own update
         self._ran_for[stage] = self.variant
 
     def failed(self, stage: str) -> None:
         """Record that a replay of `stage` broke off: what it wrote is worthless and so is what follows from it."""
         for name in self._writes[stage]:
-            self.versions[name] += 1
+            self.bump(name)
         self._consumed[stage] = None
+
+    def save(self) -> LedgerState:
+        """The ledger as it is now."""
+        return LedgerState(
+            dict(self.versions), dict(self._consumed), dict(self._ran_for), self.variant, dict(self.contents)
+        )
+
+    def load(self, state: LedgerState, restored: Collection[str]) -> set[str]:
+        """Go back to `state`, after the bytes of the buffers in `restored` have come back.
+
+        A stage whose output did not come back must run again. Returns the buffers that hold something else than
+        they did at `state`; of the windows among them the host must say what they hold, before a stage reads them.
+        """
+        for name in restored:
+            self.contents[name] = state.contents.get(name) or next(_content_ids)
+        foreign = {n for n in self._volatile if n not in restored and self.contents[n] != state.contents.get(n)}
+        self.versions.update(state.versions)
+        self._consumed = dict(state.consumed)
+        self._ran_for = dict(state.ran_for)
+        self.variant = state.variant
+        for stage, writes in self._writes.items():
+            if foreign.intersection(writes):
+                self._consumed[stage] = None
+        return foreign
 
     def require_fresh_inputs(self, stage: str) -> None:
         """Raise StaleInputError if a stage that feeds `stage` is itself stale."""
@@ -82,6 +129,16 @@ class VersionLedger:
     def _current(self, stage: str) -> tuple[int, ...]:
         versions = self.versions
         return tuple([versions[name] for name in self._inputs[stage]])
+
+
+def _volatile(contract: Contract) -> frozenset[str]:
+    """Buffers whose content an equal fingerprint does not already settle, and that matter after their stage."""
+    return frozenset(
+        buffer.name
+        for buffer in contract.buffers
+        if buffer.role is not Role.SCRATCH
+        and (buffer.filled_by_host or rate_of(buffer, contract.writers) is not Rate.CHECKPOINT)
+    )
 
 
 def _upstream(contract: Contract) -> dict[str, tuple[str, ...]]:

@@ -24,6 +24,7 @@ class Window:
         self.in_place = device_tensor.device.type == "cpu"
         self.tensor = device_tensor if self.in_place else _pinned_like(buffer)
         self.array: np.ndarray = self.tensor.numpy()
+        self._outdated = False
         self._uploaded = None if self.in_place else torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def upload(self, rows: int) -> None:
@@ -37,11 +38,21 @@ class Window:
         if self._uploaded is not None:
             self._uploaded.synchronize()
 
+    def mark_outdated(self) -> None:
+        """The device's side was changed by a restore; the host's side follows when it is next edited."""
+        self._outdated = not self.in_place
+
+    def refresh(self) -> None:
+        """Bring the host's side up to date before a part of it is edited."""
+        if self._outdated:
+            self.download()
+
     def download(self) -> None:
         """Bring the window's content to host memory and wait for it."""
         if not self.in_place:
             self.tensor.copy_(self._device_tensor, non_blocking=True)
             torch.cuda.current_stream(self._device_tensor.device).synchronize()
+            self._outdated = False
 
 
 def open_windows(contract: Contract, arena: Arena) -> dict[str, Window]:

@@ -27,8 +27,6 @@ def build_policy(name: str, settings: Mapping[str, object], device: str = "cpu")
         CheckpointError: its weights cannot be loaded.
     """
     if name not in available_policies():
-        raise SettingsError(
-            f"unknown policy '{name}'; this installation has: {', '.join(available_policies())}"
-        )
+        raise SettingsError(f"unknown policy '{name}'; this installation has: {', '.join(available_policies())}")
     module = importlib.import_module(f"{__package__}.{name}")
     return cast(Policy, module.build(settings, device))

@@ -38,10 +38,9 @@ class PolicyRunner:
     def __init__(self, policy: Policy, session: Session) -> None:
         self.policy = policy
         self.session = session
-        self.instruction = ""
         self._state: np.ndarray | None = None
         self._formats = np.zeros((len(policy.views), 4), dtype=np.int32)
-        self._sent_formats: np.ndarray | None = None
+        self._sent_formats = self._formats.copy()
         self._bytes_copied = 0
 
     @classmethod
@@ -85,9 +84,14 @@ class PolicyRunner:
             raise PolicyError(f"state of '{name}' is not finite; refusing to act on it")
         self._state = state.astype(np.float32)
 
+    @property
+    def instruction(self) -> str:
+        """What the robot is to do. It is a note of the session, so a restored capsule brings it back."""
+        return self.session.notes.get("instruction", "")
+
     def set_instruction(self, instruction: str) -> None:
-        """Remember what the robot is to do; it becomes the prompt at the next decision."""
-        self.instruction = instruction
+        """Say what the robot is to do; it becomes the prompt at the next decision."""
+        self.session.notes["instruction"] = instruction
 
     def decide(self) -> Decision:
         """Replay what is stale, with fresh noise, and return the chunk."""
@@ -111,12 +115,7 @@ class PolicyRunner:
         return self.policy.views.index(view)
 
     def _checked_shape(self, view: str, pixels: np.ndarray, order: PixelOrder) -> tuple[int, int, int]:
-        if (
-            pixels.dtype != np.uint8
-            or pixels.ndim != 3
-            or pixels.shape[2] not in CHANNELS[order]
-            or not pixels.size
-        ):
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in CHANNELS[order] or not pixels.size:
             raise PolicyError(
                 f"view '{view}': got {pixels.dtype}{list(pixels.shape)}, expected uint8[height, width, channels] with "
                 f"{' or '.join(map(str, CHANNELS[order]))} channels for {order.name}"
@@ -130,6 +129,7 @@ class PolicyRunner:
         return height, width, channels
 
     def _send_formats(self) -> None:
-        if self._sent_formats is None or not np.array_equal(self._sent_formats, self._formats):
+        missing = "image_format" in self.session.unfilled  # never sent, or a restore left it without its content
+        if missing or not np.array_equal(self._sent_formats, self._formats):
             self.session.fill("image_format", self._formats)
             self._sent_formats = self._formats.copy()

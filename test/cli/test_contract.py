@@ -52,9 +52,7 @@ def test_diff_names_fields_and_exits_with_one(
         (["show", "--set", "preset=[1"], "not valid YAML"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["contract", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error

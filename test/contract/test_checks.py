@@ -91,7 +91,7 @@ def test_cycle_names_its_stages() -> None:
     regions = (*REGIONS, Region("x", "x", 0, 4), Region("y", "y", 0, 4))
     one = Stage("one", Rate.STEP, reads=("y",), writes=("x",))
     two = Stage("two", Rate.STEP, reads=("x",), writes=("y",))
-    with pytest.raises(ContractError, match="cycle: (one -> two -> one|two -> one -> two)"):
+    with pytest.raises(ContractError, match=r"cycle: (one -> two -> one|two -> one -> two)"):
         make_contract(buffers=buffers, regions=regions, stages=(*STAGES, one, two))
 
 
@@ -137,14 +137,14 @@ def test_slower_stage_may_not_come_after_a_faster_one() -> None:
     slow = Stage("tables", Rate.CHECKPOINT, writes=("table",), after=("context",))
     with pytest.raises(
         ContractError,
-        match="'tables' .CHECKPOINT. comes after 'context', which is faster",
+        match=r"'tables' .CHECKPOINT. comes after 'context', which is faster",
     ):
         make_contract(stages=replaced(STAGES, "tables", slow))
 
 
 def test_static_is_not_written_in_the_hot_loop() -> None:
     hot = Stage("hot", Rate.OBSERVATION, reads=("image",), writes=("table",))
-    with pytest.raises(ContractError, match="'hot' .OBSERVATION. writes STATIC buffer 'table'"):
+    with pytest.raises(ContractError, match=r"'hot' .OBSERVATION. writes STATIC buffer 'table'"):
         make_contract(stages=(*STAGES, hot))
 
 

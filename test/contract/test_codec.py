@@ -76,7 +76,9 @@ def test_every_meaningful_change_moves_the_fingerprint_and_is_named(
 
 
 def test_the_fingerprint_is_the_same_in_another_process() -> None:
-    code = "import sys; from flashrt_ros.contract import Contract; print(Contract.from_json(sys.stdin.read()).fingerprint)"
+    code = (
+        "import sys; from flashrt_ros.contract import Contract; print(Contract.from_json(sys.stdin.read()).fingerprint)"
+    )
     contract = make_contract()
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -163,9 +165,7 @@ def test_random_chains_round_trip_and_run_in_dependency_order(names: list[str], 
     regions = [Region(f"r_{n}", f"b_{n}", 0, b.nbytes) for n, b in zip(names, buffers[1:], strict=True)]
     rates = sorted(data.draw(st.lists(st.sampled_from(Rate), min_size=len(names), max_size=len(names))))
     reads = ["start", *(f"b_{n}" for n in names[:-1])]
-    stages = [
-        Stage(f"s_{n}", rate, (read,), (f"b_{n}",)) for n, rate, read in zip(names, rates, reads, strict=True)
-    ]
+    stages = [Stage(f"s_{n}", rate, (read,), (f"b_{n}",)) for n, rate, read in zip(names, rates, reads, strict=True)]
     shuffled = data.draw(st.permutations(stages))
     contract = Contract("chain", tuple(buffers), tuple(shuffled), IDENTITY, tuple(regions))
     assert [stage.name for stage in contract.order] == [stage.name for stage in stages]

@@ -41,9 +41,7 @@ BODIES = {"tables": tables, "prompt": prompt, "context": context, "action": acti
 def expected(image: np.ndarray, tokens: np.ndarray, noise: np.ndarray, live: int = 2) -> np.ndarray:
     """What the toy computes, recomputed from nothing in numpy."""
     seen = np.where(np.arange(4) < live, tokens, 0).astype(np.float32)
-    result: np.ndarray = (
-        12 * (seen + image.astype(np.float32).mean()) + noise + np.arange(4, dtype=np.float32)
-    )
+    result: np.ndarray = 12 * (seen + image.astype(np.float32).mean()) + noise + np.arange(4, dtype=np.float32)
     return result
 
 

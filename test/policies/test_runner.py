@@ -32,7 +32,7 @@ MAX_PIXELS = 12
 
 
 class MeanPolicy:
-    """A complete policy whose action is the sum of all live pixel bytes, plus the prompt's length, plus the noise."""
+    """A complete policy: an action is the sum of all live pixel bytes, the prompt's length and the noise."""
 
     name = "mean"
     checkpoint = "preset:mean"
@@ -180,6 +180,27 @@ def test_an_unusable_instruction_leaves_the_runner_working(
         runner.decide()
     runner.set_instruction("go")
     assert runner.decide().prompt == "go"
+
+
+def test_a_restored_runner_follows_the_instruction_of_the_capsule(runner: PolicyRunner) -> None:
+    def see(value: int) -> None:
+        for view in ("front", "wrist"):
+            runner.set_image(view, frame(value), PixelOrder.RGB)
+
+    see(1)
+    runner.decide()
+    runner.session.snapshot("go")
+    see(2)
+    uninterrupted = runner.decide()
+    runner.set_instruction("a longer one")
+    runner.set_image("front", frame(9, 3, 4), PixelOrder.BGR)
+    runner.decide()
+    runner.session.restore("go")
+    assert runner.instruction == "go"
+    see(2)
+    again = runner.decide()
+    assert again.prompt == "go"
+    np.testing.assert_array_equal(again.actions, uninterrupted.actions)
 
 
 def test_unknown_policies_are_refused_with_the_known_ones() -> None:

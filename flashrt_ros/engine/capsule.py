@@ -1,0 +1,88 @@
+"""Capsules: the live state of a session at a stage boundary."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from ..contract import Contract
+from .errors import CapsuleNameError
+from .layout import Layout
+from .versions import LedgerState
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class Tier(Enum):
+    """Where the bytes of a capsule are."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """Everything about a session that is not in its regions."""
+
+    ledger: LedgerState
+    extents: Mapping[str, int]
+    generator: torch.Tensor
+    notes: Mapping[str, str]
+
+
+@dataclass
+class Capsule:
+    """One saved state: a description, the session's state, and the packed live bytes of its regions."""
+
+    name: str
+    contract: Contract
+    state: SessionState
+    layout: Layout
+    block: torch.Tensor
+    tier: Tier
+    description: str = ""
+    keep: bool = False
+    created_ns: int = field(default_factory=time.time_ns)
+
+    @property
+    def nbytes(self) -> int:
+        """Live bytes, packed."""
+        return self.layout.nbytes
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the contract that the capsule was saved under."""
+        return self.contract.fingerprint
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """The session's notes at the moment of saving (instruction, identity of the observation)."""
+        return self.state.notes
+
+
+@dataclass
+class Parked:
+    """What a session that shares its buffers holds while another one is resident. The block fits every extent."""
+
+    block: torch.Tensor
+    state: SessionState | None = None
+    layout: Layout | None = None
+
+    def copy(self) -> Parked:
+        """An independent twin."""
+        return Parked(self.block.clone(), self.state, self.layout)
+
+
+def checked_capsule_name(name: str) -> str:
+    """Return `name`; CapsuleNameError unless it is safe as a file name and fits the services' rule."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CapsuleNameError(
+            f"capsule name {name!r} is not allowed: use 1 to 64 of a-z, A-Z, 0-9, '_', '-', '.', "
+            "beginning with a letter or a digit"
+        )
+    return name

@@ -1,0 +1,215 @@
+"""Durable capsules: one file that survives a reboot.
+
+The file is a safetensors file, so any tool can read it: one uint8 tensor a region (its packed live bytes), one for the
+noise generator, and a manifest in the metadata under "manifest". It is written to a temporary name, synchronised to
+the disk and renamed, so that a kill at any moment leaves the old file or the new one, whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..contract import Contract, ContractError
+from .arena import arena_offsets
+from .capsule import Capsule, SessionState, Tier
+from .errors import CapsuleFileError, CapsuleStorageError, DiskFullError, ForeignFileError, ReadOnlyError
+from .layout import Layout, live_layout
+from .versions import LedgerState
+
+SCHEMA = 1
+SUFFIX = ".capsule.safetensors"
+_FORMAT = "flashrt_ros.capsule"
+_HEADER = struct.Struct("<Q")  # safetensors: length of the JSON header, then the header, then the payload
+_PIECE = 1 << 20  # payload bytes a digest; pieces are hashed side by side, as one SHA-256 is slower than the disk
+_MAX_HEADER = 16 << 20
+
+
+def save_capsule(capsule: Capsule, path: Path) -> None:
+    """Write `capsule` to `path`, replacing an older file only when the new one is whole.
+
+    Raises:
+        DiskFullError, ReadOnlyError, CapsuleStorageError: the old file, if any, is untouched.
+    """
+    payload = (capsule.block.cpu().numpy(), capsule.state.generator.numpy())
+    header = _header(capsule, payload)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        _write_synchronised(temporary, (_HEADER.pack(len(header)), header, *(array.data for array in payload)))
+        os.replace(temporary, path)
+        _synchronise_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise storage_error(path, error) from None
+
+
+def load_capsule(path: Path, name: str | None = None) -> Capsule:
+    """Read a capsule from `path`, checked to the last bit, into ordinary memory.
+
+    Raises:
+        ForeignFileError: not a capsule file, or of a schema that this version does not read.
+        CapsuleFileError: truncated or altered; `field` says where.
+        CapsuleStorageError: the file cannot be read.
+    """
+    try:
+        data = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise storage_error(path, error) from None
+    tensors, manifest, payload = _split(path, data)
+    contract = _contract(path, manifest)
+    try:
+        return _rebuild(path, manifest, tensors, payload, contract, name)
+    except CapsuleFileError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CapsuleFileError(path, "manifest", f"the manifest is malformed ({error})") from None
+
+
+def _header(capsule: Capsule, payload: tuple[np.ndarray, ...]) -> bytes:
+    ledger = capsule.state.ledger
+    manifest = {
+        "format": _FORMAT,
+        "schema": SCHEMA,
+        "name": capsule.name,
+        "description": capsule.description,
+        "keep": capsule.keep,
+        "created_ns": capsule.created_ns,
+        "fingerprint": capsule.fingerprint,
+        "contract": capsule.contract.to_json(),
+        "extents": dict(capsule.state.extents),
+        "variant": ledger.variant,
+        "versions": dict(ledger.versions),
+        "consumed": dict(ledger.consumed),
+        "ran_for": dict(ledger.ran_for),
+        "notes": dict(capsule.state.notes),
+        "sha256": _digest(*payload),
+        "sha256_piece_bytes": _PIECE,
+    }
+    text = json.dumps(manifest, sort_keys=True)
+    manifest_digest = hashlib.sha256(text.encode()).hexdigest()
+    entries: dict[str, Any] = {"__metadata__": {"manifest": text, "manifest_sha256": manifest_digest}}
+    for name, (start, end) in _ranges(capsule.layout, sum(map(len, payload))).items():
+        entries[name] = {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    return header + b" " * (-len(header) % 8)
+
+
+def _ranges(layout: Layout, total: int) -> dict[str, tuple[int, int]]:
+    """Where each tensor lies in the payload. Tensors touch each other, as the format demands: padding belongs to the
+    tensor before it."""
+    starts = [(f"region.{s.region.name}", s.packed) for s in layout.segments] + [("generator", layout.nbytes)]
+    ends = [start for _, start in starts[1:]] + [total]
+    return {name: (start, end) for (name, start), end in zip(starts, ends, strict=True)}
+
+
+def _digest(block: np.ndarray, generator: np.ndarray) -> str:
+    """SHA-256 over the SHA-256 digests of the block's pieces of 1 MiB and of the generator, in hexadecimal."""
+    pieces = [block[start : start + _PIECE] for start in range(0, len(block), _PIECE)] + [generator]
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(lambda piece: hashlib.sha256(piece.data).digest(), pieces)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _write_synchronised(path: Path, parts: tuple[bytes | memoryview, ...]) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _synchronise_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def storage_error(path: Path, error: OSError) -> CapsuleStorageError:
+    """The kind of CapsuleStorageError that `error` is, with the path and what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(f"{path}: no space left on the disk; free some, or save elsewhere")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return ReadOnlyError(f"{path}: the folder cannot be written ({error.strerror}); choose another folder")
+    return CapsuleStorageError(f"{path}: {error.strerror}")
+
+
+def _split(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Any], np.ndarray]:
+    """The tensor table, the manifest and the payload of a file's bytes."""
+    if len(data) < _HEADER.size:
+        raise ForeignFileError(path, "header", "too short to be a capsule file")
+    (length,) = _HEADER.unpack(data[: _HEADER.size].tobytes())
+    if length > _MAX_HEADER:
+        raise ForeignFileError(path, "header", "not a safetensors file")
+    if _HEADER.size + length > len(data):
+        raise CapsuleFileError(path, "header", "truncated inside the header")
+    try:
+        tensors = json.loads(data[_HEADER.size : _HEADER.size + length].tobytes())
+        metadata = tensors.pop("__metadata__")
+        text = metadata["manifest"]
+        manifest = json.loads(text)
+        recorded = metadata.get("manifest_sha256")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ForeignFileError(path, "header", "no capsule manifest in it") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise ForeignFileError(path, "format", "not a capsule file")
+    if manifest.get("schema") != SCHEMA:
+        reason = f"schema {manifest.get('schema')!r}, this version reads schema {SCHEMA}"
+        raise ForeignFileError(path, "schema", reason)
+    if recorded != hashlib.sha256(text.encode()).hexdigest():
+        raise CapsuleFileError(path, "manifest", "the manifest was altered")
+    return tensors, manifest, data[_HEADER.size + length :]
+
+
+def _contract(path: Path, manifest: Mapping[str, Any]) -> Contract:
+    try:
+        contract = Contract.from_json(manifest["contract"])
+    except (ContractError, KeyError, TypeError) as error:
+        raise CapsuleFileError(path, "contract", f"the contract in it cannot be read ({error})") from None
+    if contract.fingerprint != manifest.get("fingerprint"):
+        raise CapsuleFileError(path, "fingerprint", "the fingerprint is not that of the contract in it")
+    return contract
+
+
+def _rebuild(
+    path: Path,
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    payload: np.ndarray,
+    contract: Contract,
+    name: str | None,
+) -> Capsule:
+    layout = live_layout(contract, arena_offsets(contract)[0], manifest["extents"])
+    if {key: tuple(entry["data_offsets"]) for key, entry in tensors.items()} != _ranges(layout, len(payload)):
+        raise CapsuleFileError(path, "regions", "truncated, or the tensor table does not fit the contract")
+    block, generator = payload[: layout.nbytes], payload[layout.nbytes :]
+    if manifest["sha256"] != _digest(block, generator):
+        raise CapsuleFileError(path, "sha256", "the payload was altered")
+    consumed = {key: None if seen is None else tuple(seen) for key, seen in manifest["consumed"].items()}
+    ledger = LedgerState(manifest["versions"], consumed, manifest["ran_for"], manifest["variant"], contents={})
+    state = SessionState(ledger, manifest["extents"], torch.from_numpy(generator), manifest["notes"])
+    return Capsule(
+        name=name or manifest["name"],
+        contract=contract,
+        state=state,
+        layout=layout,
+        block=torch.from_numpy(block),
+        tier=Tier.HOST,
+        description=manifest["description"],
+        keep=manifest["keep"],
+        created_ns=manifest["created_ns"],
+    )

@@ -1,0 +1,120 @@
+"""The keeper: takes a session's state out, and puts it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+
+import torch
+
+from ..contract import Contract, Role
+from .arena import Arena
+from .capsule import Parked, SessionState
+from .copier import RegionCopier
+from .layout import Layout, live_layout
+from .versions import VersionLedger
+from .windows import Window
+
+_CACHED_LAYOUTS = 64
+
+
+class StateKeeper:
+    """Copies the regions of one arena and the bookkeeping around them.
+
+    Between sessions that share an arena it copies back only the regions whose content differs.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        arena: Arena,
+        ledger: VersionLedger,
+        windows: Mapping[str, Window],
+        extents: MutableMapping[str, int],
+        generator: torch.Generator,
+        notes: MutableMapping[str, str],
+    ) -> None:
+        self._contract, self._arena, self._ledger = contract, arena, ledger
+        self._extents, self._generator, self._notes = extents, generator, notes
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._copier = RegionCopier(arena.storage, self.largest().nbytes)
+        saved = {region.buffer for region in contract.regions}
+        self._saved = tuple(sorted(saved))
+        self._mirrored = [w for name, w in windows.items() if name in saved and not w.in_place]
+
+    def largest(self) -> Layout:
+        """The layout with every extent at its maximum."""
+        return live_layout(self._contract, self._arena.offsets, {e.name: e.maximum for e in self._contract.extents})
+
+    def layout(self, *, reserve: bool = False) -> Layout:
+        """The layout at the extents of this moment; `reserve` as in `live_layout`."""
+        key = (reserve, *self._extents.values())
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _CACHED_LAYOUTS:
+                self._layouts.clear()
+            layout = live_layout(self._contract, self._arena.offsets, self._extents, reserve=reserve)
+            self._layouts[key] = layout
+        return layout
+
+    def save(self, layout: Layout, block: torch.Tensor) -> SessionState:
+        """Copy the live regions into `block` and return the rest of the state."""
+        self._copier.gather(layout, block)
+        return self._state()
+
+    def new_parked(self) -> Parked:
+        """An empty place for `park`, on the arena's device."""
+        nbytes = live_layout(self._contract, self._arena.offsets, self._extents, reserve=True).nbytes
+        return Parked(torch.empty(nbytes, dtype=torch.uint8, device=self._arena.storage.device))
+
+    def park(self, parked: Parked) -> None:
+        """Save into `parked` what has changed since it was saved there last."""
+        layout = self.layout(reserve=True)
+        held = parked.state.ledger.contents if parked.state is not None else {}
+        now = self._ledger.contents
+        changed = [s for s in layout.segments if held.get(s.region.buffer) != now[s.region.buffer]]
+        self._copier.gather(layout, parked.block, changed)
+        parked.state, parked.layout = self._state(), layout
+
+    def _state(self) -> SessionState:
+        return SessionState(
+            ledger=self._ledger.save(),
+            extents=dict(self._extents),
+            generator=self._generator.get_state(),
+            notes=dict(self._notes),
+        )
+
+    def load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> set[str]:
+        """Bring a saved state back; returns the input windows that now hold something else than they did then."""
+        contents = self._ledger.contents
+        present = {n for n in self._saved if contents[n] == state.ledger.contents.get(n)}
+        differing = [s for s in layout.segments if s.region.buffer not in present]
+        if differing:
+            self._copier.scatter(layout, block, differing)
+        for window in self._mirrored:
+            window.mark_outdated()
+        self._extents.update(state.extents)
+        self._generator.set_state(state.generator)
+        self._notes.clear()
+        self._notes.update(state.notes)
+        foreign = self._ledger.load(state.ledger, restored=self._saved)
+        return {name for name in foreign if self._contract.buffer(name).filled_by_host}
+
+    def unfilled(self, foreign: set[str]) -> set[str]:
+        """Input windows that must be filled before a stage may read them."""
+        versions = self._ledger.versions
+        return {
+            buffer.name
+            for buffer in self._contract.buffers
+            if buffer.filled_by_host and (versions[buffer.name] == 0 or buffer.name in foreign)
+        }
+
+    def touch_extent(self, name: str) -> None:
+        """Other rows of the regions with live extent `name` are live now, so what they hold counts as new."""
+        for region in self._contract.regions:
+            if region.live == name:
+                self._ledger.renew(region.buffer)
+
+
+def static_without_writer(contract: Contract) -> list[str]:
+    """STATIC buffers that must be prepared by hand."""
+    return [b.name for b in contract.buffers if b.role is Role.STATIC and b.name not in contract.writers]

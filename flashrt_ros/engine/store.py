@@ -1,0 +1,148 @@
+"""The capsule store: named capsules within a byte budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from .capsule import Capsule, Tier, checked_capsule_name
+from .errors import BudgetFullError, CapsuleExistsError, CapsuleKeptError, UnknownCapsuleError
+from .placement import Demote, Evict, plan_placement
+from .slab import Slab
+
+DEFAULT_DEVICE_BYTES = 256 << 20
+DEFAULT_HOST_BYTES = 256 << 20
+
+
+class CapsuleStore:
+    """Capsules by name, in two tiers that are allocated once.
+
+    A new capsule goes to the device tier. When that is full, the least recently used capsules move to the host tier;
+    when both are full, the least recently used one that is not marked `keep` is evicted and noted in `evicted`.
+    A capsule that is marked `keep` is only ever dropped on request.
+
+    Args:
+        device: device of the sessions that the capsules come from.
+        device_bytes: budget of the device tier.
+        host_bytes: budget of the host tier (pinned memory beside a GPU).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        device_bytes: int = DEFAULT_DEVICE_BYTES,
+        host_bytes: int = DEFAULT_HOST_BYTES,
+    ) -> None:
+        on_gpu = device.type == "cuda"
+        self._slabs = {
+            Tier.DEVICE: Slab(device_bytes, device),
+            Tier.HOST: Slab(host_bytes, torch.device("cpu"), pinned=on_gpu),
+        }
+        self._capsules: OrderedDict[str, Capsule] = OrderedDict()  # least recently used first
+        self.evicted: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._capsules)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._capsules
+
+    def used(self, tier: Tier) -> int:
+        """Bytes in use in `tier`."""
+        return self._slabs[tier].used
+
+    def budget(self, tier: Tier) -> int:
+        """Bytes that `tier` can hold."""
+        return self._slabs[tier].nbytes
+
+    def list(self) -> tuple[Capsule, ...]:
+        """Every capsule, by name."""
+        return tuple(sorted(self._capsules.values(), key=lambda capsule: capsule.name))
+
+    def get(self, name: str) -> Capsule:
+        """The capsule called `name`, which becomes the most recently used; UnknownCapsuleError if there is none."""
+        capsule = self._capsules.get(checked_capsule_name(name))
+        if capsule is None:
+            known = ", ".join(sorted(self._capsules)) or "none"
+            raise UnknownCapsuleError(f"no capsule is called '{name}'; there are: {known}")
+        self._capsules.move_to_end(name)
+        return capsule
+
+    def add(
+        self,
+        name: str,
+        nbytes: int,
+        make: Callable[[torch.Tensor, Tier], Capsule],
+        *,
+        replace: bool = False,
+    ) -> Capsule:
+        """Make room for `nbytes`, let `make` fill the block, and keep the result under `name`.
+
+        Raises:
+            CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
+        """
+        if checked_capsule_name(name) in self._capsules and not replace:
+            raise CapsuleExistsError(f"a capsule called '{name}' exists; drop it first, or ask to replace it")
+        block, tier = self._make_room(name, nbytes)
+        try:
+            capsule = make(block, tier)
+        except BaseException:
+            self._slabs[tier].give_back(block)
+            raise
+        if name in self._capsules:
+            self._forget(name)
+        self._capsules[name] = capsule
+        return capsule
+
+    def insert(self, capsule: Capsule, *, replace: bool = False) -> Capsule:
+        """Keep a copy of `capsule`, which may lie in memory of its own (as one that was read from a file does)."""
+
+        def make(block: torch.Tensor, tier: Tier) -> Capsule:
+            block.copy_(capsule.block)
+            return dataclasses.replace(capsule, block=block, tier=tier)
+
+        return self.add(capsule.name, capsule.nbytes, make, replace=replace)
+
+    def drop(self, name: str, *, drop_kept: bool = False) -> int:
+        """Free the capsule called `name`; returns its bytes. CapsuleKeptError unless a kept one may go too."""
+        capsule = self.get(name)
+        if capsule.keep and not drop_kept:
+            raise CapsuleKeptError(f"capsule '{name}' is marked keep; ask for dropping kept capsules to free it")
+        self._forget(name)
+        return capsule.nbytes
+
+    def _make_room(self, name: str, nbytes: int) -> tuple[torch.Tensor, Tier]:
+        free = {tier: slab.free for tier, slab in self._slabs.items()}
+        offsets = {c.name: self._slabs[c.tier].offset(c.block) for c in self._capsules.values()}
+        plan = plan_placement(nbytes, list(self._capsules.values()), offsets, free)
+        if plan is None:
+            kept = sum(capsule.keep for capsule in self._capsules.values())
+            raise BudgetFullError(
+                f"no room for the {nbytes} bytes of capsule '{name}': {self.budget(Tier.DEVICE)} bytes on the device "
+                f"and {self.budget(Tier.HOST)} on the host hold {len(self)} capsules, {kept} of them marked keep; "
+                "drop one or raise the budget"
+            )
+        for step in plan.steps:
+            if isinstance(step, Evict):
+                self._forget(step.name)
+                self.evicted.append(step.name)
+            else:
+                self._demote(step)
+        block = self._slabs[plan.tier].take(nbytes)
+        assert block is not None, "the plan was made on a copy of these very free lists"
+        return block, plan.tier
+
+    def _demote(self, step: Demote) -> None:
+        capsule = self._capsules[step.name]
+        block = self._slabs[Tier.HOST].take(capsule.nbytes)
+        assert block is not None, "the plan was made on a copy of these very free lists"
+        block.copy_(capsule.block)  # synchronous: the device piece is reused at once, and files read the host piece
+        self._slabs[Tier.DEVICE].give_back(capsule.block)
+        capsule.block, capsule.tier = block, Tier.HOST
+
+    def _forget(self, name: str) -> None:
+        capsule = self._capsules.pop(name)
+        self._slabs[capsule.tier].give_back(capsule.block)
