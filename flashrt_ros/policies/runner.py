@@ -9,7 +9,7 @@ import numpy as np
 
 from ..engine import Session
 from .base import Policy, PolicyError
-from .pixels import CHANNELS, PixelOrder
+from .pixels import CHANNELS, PixelOrder, copy_pixels
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class PolicyRunner:
         """
         index = self._view_index(view)
         height, width, channels = self._checked_shape(view, pixels, order)
-        with self.session.window(f"image.{view}", rows=pixels.size) as target:
-            np.copyto(target.reshape(pixels.shape), pixels)
+        with self.session.window(f"image.{view}", rows=pixels.size) as window:
+            copied = copy_pixels(window, pixels)
         self._formats[index] = (height, width, channels, order)
-        self._bytes_copied += pixels.size
-        return pixels.size
+        self._bytes_copied += copied
+        return copied
 
     def set_state(self, state: np.ndarray) -> None:
         """Remember the robot's state: float32[len(state_names)], in the order of `policy.state_names`."""
