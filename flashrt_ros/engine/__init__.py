@@ -7,12 +7,14 @@ from .arena import Arena, resolve_device
 from .capsule import Capsule, Tier
 from .errors import (
     BudgetFullError,
+    BusyError,
     CapsuleError,
     CapsuleExistsError,
     CapsuleFileError,
     CapsuleKeptError,
     CapsuleNameError,
     CapsuleStorageError,
+    ClosedError,
     DeviceError,
     DiskFullError,
     EngineError,
@@ -38,6 +40,7 @@ from .store import CapsuleStore
 __all__ = [
     "Arena",
     "BudgetFullError",
+    "BusyError",
     "Capsule",
     "CapsuleError",
     "CapsuleExistsError",
@@ -47,6 +50,7 @@ __all__ = [
     "CapsuleNameError",
     "CapsuleStorageError",
     "CapsuleStore",
+    "ClosedError",
     "DeviceError",
     "DiskFullError",
     "EngineError",

@@ -39,7 +39,7 @@ class RegionCopier:
         copy: the batched copy.
     """
 
-    def __init__(self, arena: torch.Tensor, staging: int, copy: CopyRegions = copy_with_torch) -> None:
+    def __init__(self, arena: torch.Tensor, staging: int, copy: CopyRegions) -> None:
         self._arena = arena
         self._copy = copy
         on_gpu = arena.device.type == "cuda"

@@ -58,6 +58,14 @@ class StateError(EngineError):
     """A session was used before configure, after close, twice at once, or was configured twice."""
 
 
+class ClosedError(StateError):
+    """The session was closed; its memory and graphs are gone."""
+
+
+class BusyError(StateError):
+    """The session is being driven already: by another thread, by a stage body, or by a window that is still open."""
+
+
 class DeviceError(EngineError):
     """The device that was asked for is missing or unusable."""
 

@@ -9,7 +9,7 @@ import torch
 from ..contract import Contract, Role
 from .arena import Arena
 from .capsule import Parked, SessionState
-from .copier import RegionCopier
+from .copier import CopyRegions, RegionCopier
 from .layout import Layout, live_layout
 from .versions import VersionLedger
 from .windows import Window
@@ -32,11 +32,12 @@ class StateKeeper:
         extents: MutableMapping[str, int],
         generator: torch.Generator,
         notes: MutableMapping[str, str],
+        copy_regions: CopyRegions,
     ) -> None:
         self._contract, self._arena, self._ledger = contract, arena, ledger
         self._extents, self._generator, self._notes = extents, generator, notes
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._copier = RegionCopier(arena.storage, self.largest().nbytes)
+        self._copier = RegionCopier(arena.storage, self.largest().nbytes, copy_regions)
         saved = {region.buffer for region in contract.regions}
         self._saved = tuple(sorted(saved))
         self._mirrored = [w for name, w in windows.items() if name in saved and not w.in_place]

@@ -13,7 +13,10 @@ import torch
 from ..contract import Contract, Rate, Role
 from .arena import Arena, resolve_device
 from .capsule import Capsule, Parked, SessionState, Tier
+from .copier import CopyRegions, copy_with_torch
 from .errors import (
+    BusyError,
+    ClosedError,
     EngineError,
     FingerprintError,
     RoleError,
@@ -27,7 +30,7 @@ from .keeper import StateKeeper, static_without_writer
 from .layout import Layout
 from .store import CapsuleStore
 from .versions import VersionLedger
-from .windows import Window, checked, open_windows
+from .windows import Filling, Window, checked, host_copy, open_windows
 
 
 class Session:
@@ -35,7 +38,7 @@ class Session:
 
     Life: construct → `prepare` STATIC buffers that no stage writes → `configure` (captures everything, runs the
     CHECKPOINT stages) → hot loop → `close`. After `configure` nothing allocates, captures or rebinds. One thread at
-    a time may drive a session; a second one gets StateError instead of torn data.
+    a time may drive a session; a second one gets BusyError instead of torn data.
 
     Args:
         contract: the plan.
@@ -43,6 +46,7 @@ class Session:
         device: "cpu", "cuda" or "cuda:N"; DeviceError if this machine lacks it.
         seed: of the generator that `draw` uses. It runs on the host, so a seed gives equal noise on every device.
         capsules: where snapshots go; a store with the default budgets is made when the first one is taken.
+        copy_regions: how the bytes of a capsule are copied; a faster one must do exactly what `copy_with_torch` does.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Session:
         device: str = "cpu",
         seed: int = 0,
         capsules: CapsuleStore | None = None,
+        copy_regions: CopyRegions = copy_with_torch,
     ) -> None:
         self.contract = contract
         self.device = resolve_device(device)
@@ -67,7 +72,7 @@ class Session:
         self._windows: dict[str, Window] = open_windows(contract, self.arena)
         self._ledger = VersionLedger(contract, contract.variants[0].name)
         self._keeper = StateKeeper(
-            contract, self.arena, self._ledger, self._windows, self.extents, self.generator, self.notes
+            contract, self.arena, self._ledger, self._windows, self.extents, self.generator, self.notes, copy_regions
         )
         self._unfilled = self._keeper.unfilled(set())
         self._graphs: GraphSet | None = None
@@ -129,18 +134,21 @@ class Session:
         Args:
             rows: only the first `rows` rows of axis 0 are yielded and sent to the device; all by default.
         """
+        with self.filling(name, rows) as filling:
+            yield filling.array
+
+    @contextmanager
+    def filling(self, name: str, rows: int | None = None) -> Iterator[Filling]:
+        """Like `window`, for a writer that learns only while it writes how many rows there are: it sets `rows`."""
         window = self._input_window(name)
-        capacity = len(window.array)
-        count = capacity if rows is None else rows
-        if not 0 < count <= capacity:
-            raise WindowError(f"window '{name}' has {capacity} rows, cannot fill {count}")
+        filling = Filling(window, rows)
         with self._exclusively(f"fill '{name}'"):
             window.wait()
             window.refresh()
             try:
-                yield window.array[:count]
+                yield filling
             finally:  # a block that broke off has torn the window: the content changed, so the version must too
-                window.upload(count)
+                window.upload(filling.rows)
                 self._ledger.bump(name)
             self._unfilled.discard(name)
 
@@ -209,6 +217,13 @@ class Session:
 
         bfloat16 and float8 buffers are returned as float32, which represents every value of theirs.
         """
+        with self.reading(name) as tensor:
+            window = self._windows.get(name)
+            return window.read() if window is not None else host_copy(tensor)
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield buffer `name` as it is on the device, while nothing else drives; StaleInputError as of `read`."""
         self.contract.buffer(name)
         with self._exclusively(f"read '{name}'"):
             try:
@@ -216,7 +231,7 @@ class Session:
             except EngineError:
                 self.stale_refusals += 1
                 raise
-            return self._host_copy(name)
+            yield self.arena[name]
 
     # -- capsules --------------------------------------------------------------------------------------------------
 
@@ -297,10 +312,15 @@ class Session:
         return frozenset(self._unfilled)
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def arena(self) -> Arena:
-        """Every buffer as a tensor on the device; StateError after `close`."""
+        """Every buffer as a tensor on the device; ClosedError after `close`."""
         if self._arena is None:
-            raise StateError("the session is closed; build a new one")
+            raise ClosedError("the session is closed; build a new one")
         return self._arena
 
     @property
@@ -337,17 +357,6 @@ class Session:
         self._ledger.ran(stage)
         self.counts[stage] += 1
 
-    def _host_copy(self, name: str) -> np.ndarray:
-        window = self._windows.get(name)
-        if window is not None:
-            window.download()
-            return window.array.copy()
-        tensor = self.arena[name]
-        if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            tensor = tensor.float()
-        host: np.ndarray = tensor.cpu().numpy().copy()
-        return host
-
     def _input_window(self, name: str) -> Window:
         self._require_open()
         if not self.contract.buffer(name).filled_by_host:
@@ -373,13 +382,13 @@ class Session:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StateError("the session is closed; build a new one")
+            raise ClosedError("the session is closed; build a new one")
 
     @contextmanager
     def _exclusively(self, action: str) -> Iterator[None]:
         self._require_open()
         if not self._driving.acquire(blocking=False):
-            raise StateError(f"cannot {action}: the session is being driven already (another thread, or a stage body)")
+            raise BusyError(f"cannot {action}: the session is being driven already (another thread, or a stage body)")
         try:
             yield
         finally:

@@ -54,6 +54,41 @@ class Window:
             torch.cuda.current_stream(self._device_tensor.device).synchronize()
             self._outdated = False
 
+    def read(self) -> np.ndarray:
+        """A copy of the window's content."""
+        self.download()
+        return self.array.copy()
+
+
+class Filling:
+    """A window that is being written in place, and how many of its rows are.
+
+    Args:
+        rows: rows of axis 0 to send to the device; all by default. WindowError if the window has fewer.
+    """
+
+    def __init__(self, window: Window, rows: int | None = None) -> None:
+        self._window = window
+        self.rows = len(window.array) if rows is None else rows
+
+    @property
+    def rows(self) -> int:
+        """Rows of axis 0 that the writer fills; setting a count that the window does not have is a WindowError."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, count: int) -> None:
+        capacity = len(self._window.array)
+        if not 0 < count <= capacity:
+            name = self._window.buffer.name
+            raise WindowError(f"window '{name}' has {capacity} rows, cannot fill {count}; fill 1 to {capacity}")
+        self._rows = count
+
+    @property
+    def array(self) -> np.ndarray:
+        """The host memory of those rows, to be written."""
+        return self._window.array[: self._rows]
+
 
 def open_windows(contract: Contract, arena: Arena) -> dict[str, Window]:
     """A Window for every SWAP buffer of `contract`."""
@@ -69,6 +104,14 @@ def checked(window: Window, value: np.ndarray) -> np.ndarray:
             f"got {got.dtype}{list(got.shape)}"
         )
     return got
+
+
+def host_copy(tensor: torch.Tensor) -> np.ndarray:
+    """A host copy of `tensor`; bfloat16 and float8 as float32, because numpy has neither."""
+    if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        tensor = tensor.float()
+    host: np.ndarray = tensor.cpu().numpy().copy()
+    return host
 
 
 def _pinned_like(buffer: Buffer) -> torch.Tensor:

@@ -1,0 +1,125 @@
+"""The engine on a real GPU: graphs, windows and capsules behave as on a CPU."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from flashrt_ros.contract import Region
+from flashrt_ros.engine import CapsuleFolder, CapsuleStore, Session, SessionManager, StaleInputError
+from flashrt_ros.engine.copier import copy_with_torch
+from flashrt_ros.engine.layout import Segment
+
+from ..contract.builders import make_contract
+from ..engine.toy import BODIES, expected, image, tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def make_session(device_bytes: int = 1 << 20, seed: int = 0) -> Session:
+    store = CapsuleStore(torch.device("cuda"), device_bytes, 1 << 20)
+    session = Session(make_contract(), BODIES, "cuda", seed, capsules=store)
+    session.configure()
+    session.fill("image", image(1))
+    session.fill("tokens", tokens(5, 6, 7, 8))
+    session.draw()
+    session.set_extent("rows", 4)
+    session.act()
+    return session
+
+
+def continuation(session: Session, steps: int = 3) -> bytes:
+    bits = b""
+    for step in range(steps):
+        session.fill("image", image(20 + step))
+        session.draw()
+        session.act()
+        bits += session.read("actions").tobytes()
+    return bits
+
+
+def test_graphs_compute_what_the_host_computes() -> None:
+    session = make_session()
+    noise = session.read("noise")
+    np.testing.assert_allclose(session.read("actions"), expected(image(1), tokens(5, 6, 7, 8), noise), rtol=1e-6)
+    session.fill("image", image(2))
+    with pytest.raises(StaleInputError):
+        session.replay("action")
+
+
+def test_noise_is_the_same_on_every_device() -> None:
+    on_cpu = Session(make_contract(), BODIES, "cpu", seed=3)
+    on_cpu.draw()
+    np.testing.assert_array_equal(make_session(seed=3).read("noise"), on_cpu.read("noise"))
+
+
+@pytest.mark.parametrize("device_bytes", [1 << 20, 0])  # the GPU tier, then the pinned host tier
+def test_a_restored_continuation_has_equal_bits(device_bytes: int) -> None:
+    session = make_session(device_bytes)
+    session.snapshot("here")
+    uninterrupted = continuation(session)
+    session.fill("tokens", tokens(9, 9, 9, 9))
+    continuation(session)
+    session.restore("here")
+    session.fill("tokens", tokens(5, 6, 7, 8))
+    assert continuation(session) == uninterrupted
+
+
+def test_a_file_restores_on_a_gpu(tmp_path: object) -> None:
+    session = make_session()
+    folder = CapsuleFolder(tmp_path)  # type: ignore[arg-type]
+    folder.save(session.snapshot("here"))
+    uninterrupted = continuation(session)
+    other = make_session(seed=9)
+    other.capsules.insert(folder.load("here"))
+    other.restore("here")
+    assert continuation(other) == uninterrupted
+
+
+def test_sessions_share_one_working_set() -> None:
+    manager = SessionManager(make_session())
+    manager.open("a")
+    bits = {"main": b"", "a": b""}
+    for _ in range(3):
+        for name in bits:
+            with manager.use(name) as session:
+                bits[name] += continuation(session, 1)
+    alone = make_session()
+    assert bits["main"] == bits["a"] == b"".join(continuation(alone, 1) for _ in range(3))
+
+
+def random_segments(seed: int) -> tuple[list[Segment], int, int]:
+    """Segments with and without 16-byte alignment, empty ones among them; sizes of arena and packed block."""
+    draw, segments, source, packed = random.Random(seed), [], 0, 0
+    for number in range(draw.randint(1, 6)):
+        blocks, unit = draw.randint(1, 18), draw.choice((1, 4, 16, 512))
+        live = unit * draw.randint(0, 300)
+        pitch = live + unit * draw.randint(0, 50)
+        region = Region(f"r{number}", "b", 0, max(1, pitch) * blocks, blocks)
+        segments.append(Segment(region, source, pitch, blocks, live, packed))
+        source += -(-pitch * blocks // 16) * 16
+        packed += -(-live * blocks // 16) * 16
+    return segments, max(source, 16), max(packed, 16)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_copy_kernel_equals_its_reference(seed: int) -> None:
+    from flashrt_ros.ops.cuda.capsule import CapsuleCopy
+
+    device = torch.device("cuda", 0)
+    copy = CapsuleCopy(device)
+    segments, arena_bytes, packed_bytes = random_segments(seed)
+    arena = torch.randint(0, 256, (arena_bytes,), dtype=torch.uint8, device=device)
+    for gather in (True, False):
+        results = []
+        for function in (copy, copy_with_torch):
+            inside, packed = arena.clone(), torch.full((packed_bytes,), 7, dtype=torch.uint8, device=device)
+            if not gather:
+                packed = torch.arange(packed_bytes, device=device).remainder(251).to(torch.uint8)
+            function(inside, packed, segments, gather)
+            results.append((inside, packed))
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
