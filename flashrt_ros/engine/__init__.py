@@ -5,6 +5,7 @@ It needs torch and knows no model.
 
 from .arena import Arena, resolve_device
 from .capsule import Capsule, Tier
+from .cview import CView
 from .errors import (
     BudgetFullError,
     BusyError,
@@ -41,6 +42,7 @@ __all__ = [
     "Arena",
     "BudgetFullError",
     "BusyError",
+    "CView",
     "Capsule",
     "CapsuleError",
     "CapsuleExistsError",

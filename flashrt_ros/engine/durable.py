@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,35 @@ def load_capsule(path: Path, name: str | None = None) -> Capsule:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CapsuleFileError(path, "manifest", f"the manifest is malformed ({error})") from None
+
+
+@dataclass(frozen=True)
+class CapsuleDescription:
+    """What a capsule file says of itself, without its payload."""
+
+    name: str
+    description: str
+    keep: bool
+    created_ns: int
+    fingerprint: str
+    nbytes: int
+    notes: Mapping[str, str]
+
+
+def describe_capsule(path: Path) -> CapsuleDescription:
+    """Read the head of a capsule file; raises as `load_capsule` does, but does not look at the payload."""
+    try:
+        with open(path, "rb") as file:
+            header = file.read(_header_length(path, file.read(_HEADER.size)))
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise storage_error(path, error) from None
+    _, manifest = _parse_header(path, header)
+    fields = ("name", "description", "keep", "created_ns", "fingerprint", "notes")
+    try:
+        return CapsuleDescription(nbytes=size, **{field: manifest[field] for field in fields})
+    except KeyError as error:
+        raise CapsuleFileError(path, str(error.args[0]), "the manifest is incomplete") from None
 
 
 def _header(capsule: Capsule, payload: tuple[np.ndarray, ...]) -> bytes:
@@ -150,15 +180,25 @@ def storage_error(path: Path, error: OSError) -> CapsuleStorageError:
 
 def _split(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Any], np.ndarray]:
     """The tensor table, the manifest and the payload of a file's bytes."""
-    if len(data) < _HEADER.size:
-        raise ForeignFileError(path, "header", "too short to be a capsule file")
-    (length,) = _HEADER.unpack(data[: _HEADER.size].tobytes())
-    if length > _MAX_HEADER:
-        raise ForeignFileError(path, "header", "not a safetensors file")
+    length = _header_length(path, data[: _HEADER.size].tobytes())
     if _HEADER.size + length > len(data):
         raise CapsuleFileError(path, "header", "truncated inside the header")
+    tensors, manifest = _parse_header(path, data[_HEADER.size : _HEADER.size + length].tobytes())
+    return tensors, manifest, data[_HEADER.size + length :]
+
+
+def _header_length(path: Path, start: bytes) -> int:
+    if len(start) < _HEADER.size:
+        raise ForeignFileError(path, "header", "too short to be a capsule file")
+    length = int(_HEADER.unpack(start)[0])
+    if length > _MAX_HEADER:
+        raise ForeignFileError(path, "header", "not a safetensors file")
+    return length
+
+
+def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        tensors = json.loads(data[_HEADER.size : _HEADER.size + length].tobytes())
+        tensors = json.loads(header)
         metadata = tensors.pop("__metadata__")
         text = metadata["manifest"]
         manifest = json.loads(text)
@@ -172,7 +212,7 @@ def _split(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Any]
         raise ForeignFileError(path, "schema", reason)
     if recorded != hashlib.sha256(text.encode()).hexdigest():
         raise CapsuleFileError(path, "manifest", "the manifest was altered")
-    return tensors, manifest, data[_HEADER.size + length :]
+    return tensors, manifest
 
 
 def _contract(path: Path, manifest: Mapping[str, Any]) -> Contract:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .capsule import Capsule, checked_capsule_name
-from .durable import SUFFIX, load_capsule, save_capsule, storage_error
+from .durable import SUFFIX, CapsuleDescription, describe_capsule, load_capsule, save_capsule, storage_error
 from .errors import UnknownCapsuleError
 
 
@@ -44,6 +44,10 @@ class CapsuleFolder:
         """Read and check the capsule called `name`; UnknownCapsuleError, CapsuleFileError and its kinds."""
         path = self._existing(name)
         return load_capsule(path, name)
+
+    def describe(self, name: str) -> CapsuleDescription:
+        """What the file of `name` says of itself; cheap, as its payload is not read."""
+        return describe_capsule(self._existing(name))
 
     def delete(self, name: str) -> int:
         """Delete the file of `name` and return its bytes."""

@@ -50,8 +50,12 @@ class SessionManager:
         """Open sessions, sorted."""
         return tuple(sorted([*self._parked, *self._own]))
 
-    def open(self, name: str, *, own_buffers: bool = False) -> None:
+    def open(self, name: str, *, own_buffers: bool = False, fork: bool = False) -> None:
         """Open a session that begins as the shared one was when the manager was made.
+
+        Args:
+            own_buffers: give it buffers and graphs of its own, so that it needs no switch.
+            fork: begin as the resident session is now instead.
 
         Raises:
             SessionLimitError: the name is taken, or `capacity` sessions are open.
@@ -64,7 +68,10 @@ class SessionManager:
             if own_buffers:
                 self._own[name] = self._built()
             else:
-                self._parked[name] = self._blank.copy()
+                parked = self._blank.copy()
+                if fork:
+                    self._shared.park(parked)
+                self._parked[name] = parked
 
     def close(self, name: str) -> None:
         """Forget a session and what it holds. The resident one can't be closed while it is resident."""
@@ -92,6 +99,11 @@ class SessionManager:
             if name != self.resident:
                 self._switch(name)
             yield self._shared
+
+    def switch_to(self, name: str) -> None:
+        """Make `name` resident; SessionLimitError if no session of that name is open."""
+        with self.use(name):
+            pass
 
     def _switch(self, name: str) -> None:
         self._shared.park(self._parked[self.resident])

@@ -12,7 +12,7 @@ import torch
 
 from ..contract import Contract, Rate, Role
 from .arena import Arena, resolve_device
-from .capsule import Capsule, Parked, SessionState, Tier
+from .capsule import Capsule, Parked, SessionState, Tier, checked_capsule_name
 from .copier import CopyRegions, copy_with_torch
 from .errors import (
     BusyError,
@@ -87,9 +87,7 @@ class Session:
         if buffer.role is not Role.STATIC or name in self.contract.writers:
             raise RoleError(f"'{name}' is not a STATIC buffer without a writer; only those are prepared by hand")
         if self._graphs is not None:
-            raise RoleError(
-                f"STATIC buffer '{name}' is read-only after configure; prepare it before, or build a new session"
-            )
+            raise RoleError(f"STATIC buffer '{name}' is read-only after configure; prepare it before, in a new session")
         target = self.arena[name]
         if value.shape != target.shape or value.dtype != target.dtype:
             raise WindowError(
@@ -148,8 +146,8 @@ class Session:
             try:
                 yield filling
             finally:  # a block that broke off has torn the window: the content changed, so the version must too
-                window.upload(filling.rows)
                 self._ledger.bump(name)
+                window.upload(filling.rows)
             self._unfilled.discard(name)
 
     def fill(self, name: str, value: np.ndarray) -> None:
@@ -258,6 +256,19 @@ class Session:
 
             return self.capsules.add(name, layout.nbytes, make, replace=replace)
 
+    def capture(self, name: str, *, description: str = "", keep: bool = False) -> Capsule:
+        """The live state as a capsule in memory of its own, outside the store; for writing it to a file."""
+        with self._exclusively("snapshot"):
+            self._require_configured()
+            layout = self._keeper.layout()
+            block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            state = self._keeper.save(layout, block)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            return Capsule(
+                checked_capsule_name(name), self.contract, state, layout, block, Tier.HOST, description, keep
+            )
+
     def restore(self, name: str) -> Capsule:
         """Go back to the state saved under `name`: bytes, versions, noise generator, shape key and notes.
 
@@ -322,6 +333,11 @@ class Session:
         if self._arena is None:
             raise ClosedError("the session is closed; build a new one")
         return self._arena
+
+    def host_address(self, name: str) -> int | None:
+        """Address of the host's side of SWAP window `name`, which never moves; None for any other buffer."""
+        window = self._windows.get(name)
+        return None if window is None else window.array.ctypes.data
 
     @property
     def variant(self) -> str:
@@ -388,7 +404,7 @@ class Session:
     def _exclusively(self, action: str) -> Iterator[None]:
         self._require_open()
         if not self._driving.acquire(blocking=False):
-            raise BusyError(f"cannot {action}: the session is being driven already (another thread, or a stage body)")
+            raise BusyError(f"cannot {action}: the session is being driven already (by a thread, stage or open window)")
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ import torch
 
 from .capsule import Capsule, Tier, checked_capsule_name
 from .errors import BudgetFullError, CapsuleExistsError, CapsuleKeptError, UnknownCapsuleError
-from .placement import Demote, Evict, plan_placement
+from .placement import Demote, Evict, Placement, plan_placement
 from .slab import Slab
 
 DEFAULT_DEVICE_BYTES = 256 << 20
@@ -97,6 +97,12 @@ class CapsuleStore:
         self._capsules[name] = capsule
         return capsule
 
+    def require_room(self, name: str, nbytes: int, *, replace: bool = False) -> None:
+        """Raise what `add` would raise for a capsule of `nbytes` bytes, without changing anything."""
+        if checked_capsule_name(name) in self._capsules and not replace:
+            raise CapsuleExistsError(f"a capsule called '{name}' exists; drop it first, or ask to replace it")
+        self._plan(name, nbytes)
+
     def insert(self, capsule: Capsule, *, replace: bool = False) -> Capsule:
         """Keep a copy of `capsule`, which may lie in memory of its own (as one that was read from a file does)."""
 
@@ -114,7 +120,7 @@ class CapsuleStore:
         self._forget(name)
         return capsule.nbytes
 
-    def _make_room(self, name: str, nbytes: int) -> tuple[torch.Tensor, Tier]:
+    def _plan(self, name: str, nbytes: int) -> Placement:
         free = {tier: slab.free for tier, slab in self._slabs.items()}
         offsets = {c.name: self._slabs[c.tier].offset(c.block) for c in self._capsules.values()}
         plan = plan_placement(nbytes, list(self._capsules.values()), offsets, free)
@@ -125,6 +131,10 @@ class CapsuleStore:
                 f"and {self.budget(Tier.HOST)} on the host hold {len(self)} capsules, {kept} of them marked keep; "
                 "drop one or raise the budget"
             )
+        return plan
+
+    def _make_room(self, name: str, nbytes: int) -> tuple[torch.Tensor, Tier]:
+        plan = self._plan(name, nbytes)
         for step in plan.steps:
             if isinstance(step, Evict):
                 self._forget(step.name)

@@ -34,7 +34,7 @@ from flashrt_ros.engine.durable import storage_error
 
 from ..contract.builders import IDENTITY, make_contract
 from .test_capsules import acted, continuation
-from .toy import BODIES
+from .toy import BODIES, tokens
 
 _CONTINUE = """
 import sys
@@ -72,6 +72,28 @@ def test_description_and_flags_survive(folder: CapsuleFolder) -> None:
     capsule = folder.load("task")
     assert (capsule.name, capsule.description, capsule.keep) == ("task", "before the pick", True)
     assert capsule.notes == {"instruction": "pick"}
+
+
+def test_a_file_is_described_without_reading_its_payload(folder: CapsuleFolder) -> None:
+    session, path = saved(folder)
+    described = folder.describe("task")
+    assert (described.name, described.description, described.keep) == ("task", "before the pick", True)
+    assert described.fingerprint == session.fingerprint
+    assert described.nbytes == path.stat().st_size
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(CapsuleFileError):
+        folder.describe("task")
+
+
+def test_a_capsule_outside_the_store_is_the_one_inside(folder: CapsuleFolder) -> None:
+    session = acted(seed=6)
+    outside, inside = session.capture("task"), session.snapshot("task")
+    assert outside.block.equal(inside.block)
+    folder.save(outside)
+    uninterrupted = continuation(session)
+    session.adopt(folder.load("task"))
+    session.fill("tokens", tokens(5, 6, 7, 8))
+    assert continuation(session) == uninterrupted
 
 
 def test_windows_that_are_not_in_the_file_must_be_filled_again(folder: CapsuleFolder) -> None:

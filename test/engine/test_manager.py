@@ -69,6 +69,24 @@ def test_a_switch_copies_only_what_differs() -> None:
     assert copied == ["kv", "kv"]  # out for "a", in for "main"; the prompt is the same in both
 
 
+def test_a_fork_begins_as_the_resident_session_is_and_goes_its_own_way() -> None:
+    manager = manager_with("a")
+    with manager.use("a") as session:
+        session.fill("tokens", tokens(4, 4, 4, 4))
+        continuation(session)
+        manager_bits = session.read("actions").tobytes()
+    with pytest.raises(SessionLimitError, match="'a' is open already"):
+        manager.open("a", fork=True)
+    manager.open("b", fork=True)
+    manager.switch_to("b")
+    with manager.use("b") as session:
+        assert session.read("actions").tobytes() == manager_bits
+        session.fill("tokens", tokens(1, 1, 1, 1))
+        forked = continuation(session)
+    with manager.use("a") as session:
+        assert continuation(session) != forked
+
+
 def test_a_session_with_its_own_buffers_needs_no_switch() -> None:
     manager = manager_with()
     manager.open("own", own_buffers=True)
