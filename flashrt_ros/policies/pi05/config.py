@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from ...contract import ContractError, DType
@@ -152,14 +153,14 @@ def _check_sizes(config: Pi05Config) -> None:
     _one_of("dtype", config.dtype, tuple(DTYPES))
     buckets = config.prompt_buckets
     _demand(
-        bool(buckets) and buckets[0] > 0 and all(a < b for a, b in zip(buckets, buckets[1:], strict=False)),
+        bool(buckets) and buckets[0] > 0 and all(a < b for a, b in pairwise(buckets)),
         "prompt_buckets", list(buckets), "one or more token counts above 0, ascending",
     )  # fmt: skip
     _divides(config, "image_size", "patch_size")
     _divides(config, "vision_width", "vision_heads")
     _divides(config, "query_heads", "key_heads")
     _demand(config.head_dim % 2 == 0, "head_dim", config.head_dim, "an even number (rotary halves)")
-    _demand(config.expert_width % 2 == 0, "expert_width", config.expert_width, "an even number (sine and cosine halves)")
+    _demand(config.expert_width % 2 == 0, "expert_width", config.expert_width, "an even number (sines and cosines)")
 
 
 def _check_names(config: Pi05Config) -> None:
@@ -208,4 +209,3 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
 def _divides(config: Pi05Config, whole: str, part: str) -> None:
     a, b = getattr(config, whole), getattr(config, part)
     _demand(a % b == 0, whole, a, f"a multiple of {part} ({b})")
-

@@ -39,7 +39,7 @@ def check_tensors(shapes: Mapping[str, Shape], config: Pi05Config, where: str) -
     """
     expected = expected_shapes(config)
     missing = sorted(set(expected) - set(shapes))
-    surplus = sorted(set(shapes) - set(expected) - {EXPERT_HEAD})
+    surplus = sorted(set(shapes) - set(expected))
     misshapen = [
         f"{name} is {list(shapes[name])}, expected {list(shape)}"
         for name, shape in expected.items()
@@ -58,8 +58,12 @@ def check_tensors(shapes: Mapping[str, Shape], config: Pi05Config, where: str) -
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Map canonical names to the names in the file: without `model.`, and the embedding under its own name."""
+    """Map canonical names to the names in the file.
+
+    They lack `model.`, the embedding has its own name, and the expert's output head, which nothing uses, is left out.
+    """
     found = {name.removeprefix(_PREFIX): name for name in names}
+    found.pop(EXPERT_HEAD, None)
     tied = found.pop(TIED_EMBEDDING, None)
     if tied is not None:
         found.setdefault(EMBEDDING, tied)

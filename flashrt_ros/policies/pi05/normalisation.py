@@ -43,21 +43,21 @@ class Normaliser:
 
     def normalise(self, x: np.ndarray) -> np.ndarray:
         """Robot's units → model's units; float32[..., n]."""
-        x = x.astype(np.float32)
+        value: np.ndarray = x.astype(np.float32)
         if self.kind == "range":
-            return np.float32(2) * (x - self.low) / self.span - np.float32(1)
-        if self.kind == "standard":
-            return (x - self.low) / (self.span + np.float32(self.eps))
-        return x
+            value = np.float32(2) * (value - self.low) / self.span - np.float32(1)
+        elif self.kind == "standard":
+            value = (value - self.low) / (self.span + np.float32(self.eps))
+        return value
 
     def unnormalise(self, y: np.ndarray) -> np.ndarray:
         """Model's units → robot's units; float32[..., n]."""
-        y = y.astype(np.float32)
+        value: np.ndarray = y.astype(np.float32)
         if self.kind == "range":
-            return (y + np.float32(1)) * self.span / np.float32(2) + self.low
-        if self.kind == "standard":
-            return y * self.span + self.low
-        return y
+            value = (value + np.float32(1)) * self.span / np.float32(2) + self.low
+        elif self.kind == "standard":
+            value = value * self.span + self.low
+        return value
 
     def digest(self) -> str:
         """SHA-256 over everything that changes a result."""
@@ -101,7 +101,9 @@ def normaliser_from(
 def _statistic(statistics: Mapping[str, np.ndarray], name: str, width: int, what: str, mode: str) -> np.ndarray:
     if name not in statistics:
         known = ", ".join(sorted(statistics)) or "none"
-        raise CheckpointError(f"{mode} normalisation of '{what}' needs the statistic '{name}', the checkpoint has: {known}")
+        raise CheckpointError(
+            f"{mode} normalisation of '{what}' needs the statistic '{name}', the checkpoint has: {known}"
+        )
     value = np.asarray(statistics[name], np.float32)
     if value.shape != (width,):
         raise CheckpointError(f"statistic '{what}.{name}' has shape {list(value.shape)}, expected [{width}]")

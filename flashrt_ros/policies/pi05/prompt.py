@@ -15,7 +15,8 @@ def clean(instruction: str) -> str:
 
 def discretise(state: np.ndarray) -> np.ndarray:
     """Bins of a normalised state: 0 to 255 between -1 and 1, and -1 below; int64[n] from float[n]."""
-    return np.digitize(state, _EDGES) - 1
+    bins: np.ndarray = np.digitize(state, _EDGES) - 1
+    return bins
 
 
 def prompt_text(instruction: str, state: np.ndarray | None) -> str:

@@ -13,7 +13,8 @@ from .checkpoint import Checkpoint, checkpoint_folder
 from .config import Pi05Config, coerced
 from .lerobot import read_lerobot
 from .openpi import is_openpi, read_openpi
-from .presets import PRESETS
+from .presets import PRESETS, SEEDED_PRESETS
+from .seeded import missing_checkpoint
 
 _KINDS = {field.name: str(field.type) for field in fields(Pi05Config)}
 
@@ -43,6 +44,8 @@ def resolve(settings: Mapping[str, object]) -> Resolved:
         raise SettingsError(f"policy 'pi05': {unknown('preset', preset, PRESETS)}")
     values = {**PRESETS[preset], **given}
     if not given.get("checkpoint"):
+        if preset not in SEEDED_PRESETS:
+            raise SettingsError(missing_checkpoint(preset))
         return Resolved(Pi05Config(**values), None)
     checkpoint = _read(given["checkpoint"])
     return Resolved(Pi05Config(**_merged(dict(PRESETS[preset]), checkpoint, given)), checkpoint)
@@ -60,8 +63,8 @@ def _merged(preset: dict[str, Any], checkpoint: Checkpoint, given: Mapping[str, 
         expected = coerced(name, _KINDS[name], value)
         if name in given and given[name] != expected:
             raise SettingsError(
-                f"setting '{name}' is {given[name]!r}, but checkpoint '{checkpoint.folder}' was trained with {expected!r}; "
-                "remove the setting"
+                f"setting '{name}' is {given[name]!r}, but checkpoint '{checkpoint.folder}' was trained with "
+                f"{expected!r}; remove the setting"
             )
         values[name] = expected
     values["prompt_buckets"] = _buckets(preset, checkpoint, given)
@@ -83,8 +86,8 @@ def _buckets(preset: Mapping[str, Any], checkpoint: Checkpoint, given: Mapping[s
         buckets: tuple[int, ...] = given["prompt_buckets"]
         if buckets and max(buckets) > longest:
             raise SettingsError(
-                f"setting 'prompt_buckets' reaches {max(buckets)} tokens, but checkpoint '{checkpoint.folder}' was trained "
-                f"with at most {longest}"
+                f"setting 'prompt_buckets' reaches {max(buckets)} tokens, but checkpoint '{checkpoint.folder}' was "
+                f"trained with at most {longest}"
             )
         return buckets
     defaults = preset.get("prompt_buckets", Pi05Config.prompt_buckets)
@@ -119,8 +122,8 @@ def _settle_actions(values: dict[str, Any], checkpoint: Checkpoint, given: Mappi
     width, names = checkpoint.action_width, values.get("action_names", ())
     if width is not None and len(names) != width:
         raise SettingsError(
-            f"setting 'action_names' has {len(names)} names, but checkpoint '{checkpoint.folder}' has {width} actions and "
-            "does not name them; list all in its order"
+            f"setting 'action_names' has {len(names)} names, but checkpoint '{checkpoint.folder}' has {width} actions "
+            "and does not name them; list all in its order"
         )
 
 
@@ -128,13 +131,13 @@ def _check_state_width(values: Mapping[str, Any], checkpoint: Checkpoint) -> Non
     width, names = checkpoint.state_width, values.get("state_names", ())
     if width is not None and len(names) != width:
         raise SettingsError(
-            f"setting 'state_names' has {len(names)} names, but checkpoint '{checkpoint.folder}' has {width} states; list "
-            "all in its order"
+            f"setting 'state_names' has {len(names)} names, but checkpoint '{checkpoint.folder}' has {width} states; "
+            "list all in its order"
         )
 
 
 def tokenizer_path(resolved: Resolved, preset_tokenizer: Path | None) -> Path:
-    """The tokenizer's model file: the setting, the checkpoint's own, or the preset's; SettingsError if there is none."""
+    """The tokenizer's model file: the setting, the checkpoint's own, or the preset's; SettingsError without any."""
     if resolved.config.tokenizer:
         return Path(resolved.config.tokenizer).expanduser()
     beside = resolved.checkpoint.folder / "tokenizer.model" if resolved.checkpoint else None
@@ -143,6 +146,6 @@ def tokenizer_path(resolved: Resolved, preset_tokenizer: Path | None) -> Path:
     if preset_tokenizer is not None:
         return preset_tokenizer
     raise SettingsError(
-        "setting 'tokenizer' is empty; set it to the path of PaliGemma's tokenizer.model (from google/paligemma-3b-pt-224), "
-        "or put that file into the checkpoint folder"
+        "setting 'tokenizer' is empty; set it to the path of PaliGemma's tokenizer.model (it comes with "
+        "google/paligemma-3b-pt-224), or put that file into the checkpoint folder"
     )

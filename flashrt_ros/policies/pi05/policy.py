@@ -1,0 +1,145 @@
+"""π0.5 as the runner sees it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...contract import Contract, Identity
+from ...engine import Session, StageBody
+from ...ops import OpTable, reference_ops
+from ...ops.embed import ABSENT
+from .config import Pi05Config
+from .plan import build_contract, variant_name
+from .processor import Pi05Processor
+from .stages import Pi05Stages
+from .weights import Pi05Weights
+
+
+@dataclass(frozen=True)
+class Pi05Policy:
+    """One π0.5 model, ready to run. See `Policy` for the meaning of each part."""
+
+    config: Pi05Config
+    checkpoint: str
+    contract: Contract
+    bodies: Mapping[str, StageBody]
+    processor: Pi05Processor
+    name: str = "pi05"
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Camera views, in the order of the `image_format` rows."""
+        return self.config.views
+
+    @property
+    def max_pixels(self) -> int:
+        """Largest height × width of a camera frame."""
+        return self.config.max_pixels
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Joints of the state, in the model's order."""
+        return self.config.state_names
+
+    @property
+    def action_names(self) -> tuple[str, ...]:
+        """Joints of an action."""
+        return self.config.action_names
+
+    @property
+    def chunk(self) -> int:
+        """Actions in one chunk."""
+        return self.config.chunk
+
+    @property
+    def action_dt(self) -> float:
+        """Seconds between two actions."""
+        return self.config.action_dt
+
+    def prepare(self, session: Session) -> None:
+        """Nothing: the checkpoint stage writes every STATIC buffer that no prompt does."""
+
+    def write_prompt(self, session: Session, instruction: str, state: np.ndarray | None) -> str:
+        """See `Policy.write_prompt`; what counts is what the session holds, as a capsule may have changed it."""
+        text = self.processor.text(instruction, state)
+        tokens = self.processor.tokens(text)
+        if "tokens" in session.unfilled or not np.array_equal(session.read("tokens"), tokens):
+            session.fill("tokens", tokens)
+        count = int((tokens != ABSENT).sum())
+        session.set_extent("prompt_rows", count)
+        session.set_extent("prefix_rows", self.config.image_rows + count)
+        session.select(variant_name(self.processor.bucket(tokens)))
+        return text
+
+    def actions(self, session: Session, state: np.ndarray | None) -> np.ndarray:
+        """See `Policy.actions`."""
+        return self.processor.actions(session.read("actions"), state)
+
+
+def assemble(
+    config: Pi05Config,
+    weights: Pi05Weights,
+    processor: Pi05Processor,
+    *,
+    weights_digest: str,
+    checkpoint: str,
+    device: torch.device,
+    ops: OpTable | None = None,
+) -> Pi05Policy:
+    """Put the parts of a policy together.
+
+    Args:
+        weights_digest: SHA-256 of the checkpoint's tensors.
+        checkpoint: path of the weights, or "preset:<name>".
+        ops: implementations to call; the PyTorch references by default.
+    """
+    table = ops or reference_ops()
+    kernels = ",".join(table.replaced()) or "reference"
+    identity = Identity(
+        policy="pi05",
+        weights=_model_digest(weights_digest, config),
+        precision=config.dtype,
+        kernels=kernels,
+        views=config.views,
+        chunk=config.chunk,
+        horizon=config.chunk,
+        embodiment=_embodiment(config),
+        normalisation=processor.digest(),
+        architecture=_architecture(device),
+    )
+    return Pi05Policy(
+        config, checkpoint, build_contract(config, identity), Pi05Stages(config, weights, table).bodies(), processor
+    )
+
+
+# What weights mean beyond their shapes, and what no buffer's shape shows.
+_CONSTANTS = (
+    "patch_size", "vision_heads", "query_heads", "key_heads", "head_dim", "eps", "rope_theta", "min_period",
+    "max_period",
+)  # fmt: skip
+
+
+def _model_digest(weights_digest: str, config: Pi05Config) -> str:
+    constants = {name: getattr(config, name) for name in _CONSTANTS}
+    return hashlib.sha256(f"{weights_digest} {constants}".encode()).hexdigest()
+
+
+def _embodiment(config: Pi05Config) -> str:
+    """State and action names, and what the model means by them, as one readable text."""
+    state = ",".join(config.state_names) + ("" if config.state_in_prompt else " (not in the prompt)")
+    columns = zip(config.action_names, config.action_columns, strict=True)
+    kept = set(config.absolute_actions) if config.relative_actions else set(config.action_names)
+    actions = ",".join(f"{name}@{column}{'' if name in kept else '+'}" for name, column in columns)
+    return f"{state} -> {actions}"
+
+
+def _architecture(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,110 @@
+"""Both ends of the model: an instruction and a state become tokens, and the model's row becomes joint commands."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from ...ops.embed import ABSENT
+from ..base import PolicyError, PromptError, SettingsError
+from .checkpoint import Normalisers
+from .config import Pi05Config
+from .prompt import clean, prompt_text
+from .tokenizer import Tokenizer
+
+
+class Pi05Processor:
+    """Tokenises, normalises and converts for one configuration.
+
+    Raises SettingsError if the tokenizer knows more tokens than the model.
+    """
+
+    def __init__(self, config: Pi05Config, tokenizer: Tokenizer, normalisers: Normalisers) -> None:
+        if tokenizer.size > config.vocabulary:
+            raise SettingsError(
+                f"the tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {config.vocabulary}; "
+                "this is another model's tokenizer"
+            )
+        self._config, self._tokenizer, self._normalisers = config, tokenizer, normalisers
+        self._columns = np.array(config.action_columns)
+        relative = config.relative_actions
+        added = [relative and name not in config.absolute_actions for name in config.action_names]
+        self._relative = np.flatnonzero(added)
+        self._sources = np.array(
+            [config.state_names.index(config.action_names[i]) for i in self._relative], dtype=np.int64
+        )
+        self._last: tuple[str, np.ndarray] | None = None
+
+    def text(self, instruction: str, state: np.ndarray | None) -> str:
+        """The prompt's text.
+
+        Args:
+            state: float32[len(state_names)] in the robot's units; may be None only where the prompt holds no state.
+
+        Raises:
+            PromptError: the instruction is empty, or the state is missing.
+        """
+        if not clean(instruction).strip():
+            raise PromptError("the instruction is empty; say what the robot is to do")
+        if not self._config.state_in_prompt:
+            return prompt_text(instruction, None)
+        if state is None or self._normalisers.state is None:
+            raise PromptError("the prompt holds the robot's state, and no state has arrived yet")
+        return prompt_text(instruction, self._normalisers.state.normalise(self._checked(state)))
+
+    def tokens(self, text: str) -> np.ndarray:
+        """int32[largest bucket] ids of `text`, padded with -1; PromptError if they are too many, or it is no text."""
+        if self._last is not None and self._last[0] == text:
+            return self._last[1]
+        ids = self._encoded(text)
+        longest = self._config.prompt_buckets[-1]
+        if len(ids) > longest:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, the longest bucket holds {longest}; shorten the instruction"
+            )
+        padded = np.full(longest, ABSENT, np.int32)
+        padded[: len(ids)] = ids
+        self._last = (text, padded)
+        return padded
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PromptError("the instruction holds half a character (a lone surrogate); send valid Unicode") from None
+        return self._tokenizer.encode(text)
+
+    def bucket(self, tokens: np.ndarray) -> int:
+        """The smallest bucket that holds `tokens`."""
+        count = int((tokens != ABSENT).sum())
+        return next(bucket for bucket in self._config.prompt_buckets if count <= bucket)
+
+    def actions(self, rows: np.ndarray, state: np.ndarray | None) -> np.ndarray:
+        """float32[chunk, len(action_names)] in the robot's units, absolute, from the model's padded rows.
+
+        Raises:
+            PolicyError: actions are relative and there is no state to add them to.
+        """
+        normaliser, relative = self._normalisers.action, self._relative
+        actions = normaliser.unnormalise(rows[:, : normaliser.width])[:, self._columns]
+        if relative.size:
+            if state is None:
+                raise PolicyError("actions are relative to the robot's state, and no state has arrived yet")
+            actions[:, relative] += self._checked(state)[self._sources]
+        return actions
+
+    def digest(self) -> str:
+        """SHA-256 over the tokenizer and the statistics."""
+        state = self._normalisers.state
+        parts = (self._tokenizer.digest, state.digest() if state else "", self._normalisers.action.digest())
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def _checked(self, state: np.ndarray) -> np.ndarray:
+        expected = len(self._config.state_names)
+        if state.shape != (expected,):
+            raise PolicyError(f"state has shape {list(state.shape)}, expected [{expected}]: one value a state name")
+        if not np.isfinite(state).all():
+            name = self._config.state_names[int(np.flatnonzero(~np.isfinite(state))[0])]
+            raise PolicyError(f"state of '{name}' is not finite; refusing to act on it")
+        return state.astype(np.float32)
