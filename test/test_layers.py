@@ -18,8 +18,9 @@ MAY_IMPORT = {
     "precision": {"contract", "engine", "ops"},
     "policies": {"contract", "engine", "ops", "precision"},
     "accelerate": {"contract", "engine", "ops", "precision", "policies"},
+    "measure": {"contract", "engine", "ops", "precision", "policies"},
     "node": {"contract", "engine", "ops", "precision", "policies", "accelerate"},
-    "cli": {"contract", "engine", "ops", "precision", "policies", "accelerate", "node"},
+    "cli": {"contract", "engine", "ops", "precision", "policies", "accelerate", "measure", "node"},
 }
 ROS = ("rclpy", "launch", "launch_ros", "flashrt_ros.msg", "flashrt_ros.srv", "cv_bridge")
 MODULES = package_modules()

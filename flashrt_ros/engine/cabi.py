@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -116,7 +116,7 @@ CALLBACKS: Mapping[str, Any] = {
     "read": ctypes.CFUNCTYPE(None, c_void_p, c_uint32, c_uint64, c_uint64, c_void_p, _Status),
     "version_of": ctypes.CFUNCTYPE(None, c_void_p, c_uint32, POINTER(c_uint64), _Status),
     "live_rows": ctypes.CFUNCTYPE(None, c_void_p, c_uint32, POINTER(c_uint64), _Status),
-    "last_error": ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, _Status),
+    "last_error": ctypes.CFUNCTYPE(None, c_void_p, POINTER(c_char), c_uint64, _Status),
 }
 
 

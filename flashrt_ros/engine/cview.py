@@ -108,7 +108,10 @@ class CView:
         The session goes on. A window that was lent counts as changed, because nobody knows what was written to it.
         """
         self._closed = True
-        self._take_back()
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            with self._on_stream():
+                lent.give_back(torn=True)
 
     def __enter__(self) -> CView:
         return self
@@ -141,21 +144,12 @@ class CView:
 
     def _refused(self, error: BaseException) -> Status:
         self._message = str(error) or type(error).__name__
-        if not isinstance(error, Exception):
-            self._take_back()
         if isinstance(error, _RefusedError):
             return error.status
         return next(status for kind, status in _STATUS_OF if isinstance(error, kind))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _take_back(self) -> None:
-        if self._lent is None:
-            return
-        lent, self._lent = self._lent, None
-        with self._on_stream():
-            lent.give_back(torn=True)
 
     # -- the callbacks ---------------------------------------------------------------------------------------------
 
@@ -201,11 +195,11 @@ class CView:
         _require_pointer("rows", rows)
         rows[0] = 1 if live is None else self._session.extents[live]
 
-    def _last_error(self, text: int | None, capacity: int) -> None:
+    def _last_error(self, text: Any, capacity: int) -> None:
         _require_pointer("text", text if capacity else None)
         whole = self._message.encode(errors="replace")
         kept = whole[: capacity - 1].decode(errors="ignore").encode() + b"\0"  # never half a character
-        ctypes.memmove(text, kept, len(kept))  # type: ignore[arg-type]
+        ctypes.memmove(text, kept, len(kept))
 
     def _buffer(self, index: int) -> str:
         return self._item("buffer", index, self._session.contract.buffers, Status.UNKNOWN_BUFFER).name

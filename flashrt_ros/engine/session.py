@@ -12,13 +12,11 @@ import torch
 
 from ..contract import Contract, Rate, Role
 from .arena import Arena, resolve_device
-from .capsule import Capsule, Parked, SessionState, Tier, checked_capsule_name
 from .copier import CopyRegions, copy_with_torch
 from .errors import (
     BusyError,
     ClosedError,
     EngineError,
-    FingerprintError,
     RoleError,
     StateError,
     UncapturedShapeError,
@@ -27,13 +25,13 @@ from .errors import (
 )
 from .graphs import GraphSet, StageBody
 from .keeper import StateKeeper, static_without_writer
-from .layout import Layout
+from .saving import StateSaving
 from .store import CapsuleStore
 from .versions import VersionLedger
 from .windows import Filling, Window, checked, host_copy, open_windows
 
 
-class Session:
+class Session(StateSaving):
     """Fills windows, replays what is stale in contract order, reads results.
 
     Life: construct → `prepare` STATIC buffers that no stage writes → `configure` (captures everything, runs the
@@ -230,90 +228,6 @@ class Session:
                 self.stale_refusals += 1
                 raise
             yield self.arena[name]
-
-    # -- capsules --------------------------------------------------------------------------------------------------
-
-    @property
-    def capsules(self) -> CapsuleStore:
-        """Where this session's snapshots are kept."""
-        if self._capsules is None:
-            self._capsules = CapsuleStore(self.device)
-        return self._capsules
-
-    def snapshot(self, name: str, *, description: str = "", keep: bool = False, replace: bool = False) -> Capsule:
-        """Save the live state under `name`.
-
-        Raises:
-            CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
-        """
-        with self._exclusively("snapshot"):
-            self._require_configured()
-            layout = self._keeper.layout()
-
-            def make(block: torch.Tensor, tier: Tier) -> Capsule:
-                state = self._keeper.save(layout, block)
-                return Capsule(name, self.contract, state, layout, block, tier, description, keep)
-
-            return self.capsules.add(name, layout.nbytes, make, replace=replace)
-
-    def capture(self, name: str, *, description: str = "", keep: bool = False) -> Capsule:
-        """The live state as a capsule in memory of its own, outside the store; for writing it to a file."""
-        with self._exclusively("snapshot"):
-            self._require_configured()
-            layout = self._keeper.layout()
-            block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            state = self._keeper.save(layout, block)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-            return Capsule(
-                checked_capsule_name(name), self.contract, state, layout, block, Tier.HOST, description, keep
-            )
-
-    def restore(self, name: str) -> Capsule:
-        """Go back to the state saved under `name`: bytes, versions, noise generator, shape key and notes.
-
-        Windows that the capsule does not hold (the images) must be filled before a stage reads them again.
-
-        Raises:
-            UnknownCapsuleError, FingerprintError: nothing was changed.
-        """
-        capsule = self.capsules.get(name)
-        self.adopt(capsule)
-        return capsule
-
-    def fork(self, name: str, session: Session) -> Capsule:
-        """Bring `session`, which must run an equal contract, to the state saved under `name`."""
-        capsule = self.capsules.get(name)
-        session.adopt(capsule)
-        return capsule
-
-    def adopt(self, capsule: Capsule) -> None:
-        """Go to the state that `capsule` holds; FingerprintError if it is of another contract."""
-        if capsule.fingerprint != self.fingerprint:
-            raise FingerprintError(capsule.name, self.contract.differences(capsule.contract))
-        self._load(capsule.state, capsule.layout, capsule.block)
-
-    def new_parked(self) -> Parked:
-        """A place for `park`; the only allocation that parking needs."""
-        return self._keeper.new_parked()
-
-    def park(self, parked: Parked) -> None:
-        """Save the live state into `parked`, copying only what changed since it was last saved there."""
-        with self._exclusively("park"):
-            self._require_configured()
-            self._keeper.park(parked)
-
-    def unpark(self, parked: Parked) -> None:
-        """Go to the state that `parked` holds, copying only what differs."""
-        if parked.state is None or parked.layout is None:
-            raise StateError("nothing was parked there yet")
-        self._load(parked.state, parked.layout, parked.block)
-
-    def _load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> None:
-        with self._exclusively("restore"):
-            self._require_configured()
-            foreign = self._keeper.load(state, layout, block)
-            self._unfilled = self._keeper.unfilled(foreign)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 

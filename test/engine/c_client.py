@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flashrt_ros.engine import CView
+from flashrt_ros.engine import CView, Session
 from flashrt_ros.engine.cabi import Status
 
 SOURCE = Path(__file__).with_name("cview_client.c")
@@ -38,16 +38,14 @@ class Client:
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         for name, arguments in _FUNCTIONS.items():
-            self._library[f"client_{name}"].argtypes = arguments
-            self._library[f"client_{name}"].restype = c_int32
+            function = getattr(self._library, f"client_{name}")
+            function.argtypes, function.restype = arguments, c_int32
         self._library.client_describe.argtypes = [c_void_p, c_char_p, c_uint64]
         self._library.client_describe.restype = None
 
     def call(self, name: str, address: int | None, *arguments: Any) -> Status:
         """Call one function with the address of a contract, or NULL."""
-        function = getattr(self._library, f"client_{name}")
-        assert function.argtypes == _FUNCTIONS[name]
-        return Status(function(address, *arguments))
+        return Status(getattr(self._library, f"client_{name}")(address, *arguments))
 
     def describe(self, address: int) -> list[str]:
         """The plan as the client sees it, a line an item."""
@@ -57,10 +55,10 @@ class Client:
 
 
 class Driver:
-    """A client that drives one view, buffers by name."""
+    """A client that drives one session through a view, buffers by name."""
 
-    def __init__(self, client: Client, view: CView) -> None:
-        self.client, self.view = client, view
+    def __init__(self, client: Client, session: Session) -> None:
+        self.client, self.session, self.view = client, session, CView(session)
 
     def call(self, name: str, *arguments: Any) -> Status:
         return self.client.call(name, self.view.address, *arguments)
@@ -99,7 +97,7 @@ class Driver:
         return self.call("read", self.index(buffer), offset, nbytes, target), bytes(target)[:nbytes]
 
     def read_all(self, buffer: str) -> bytes:
-        nbytes = self.view.session.contract.buffer(buffer).nbytes
+        nbytes = self.session.contract.buffer(buffer).nbytes
         status, raw = self.read(buffer, 0, nbytes)
         assert status is Status.OK, self.message()
         return raw

@@ -22,8 +22,9 @@ def compile_to(target: Path, *sources: Path, standard: str = "c11", flags: tuple
     if compiler is None:
         pytest.fail(f"there is no `{COMPILERS[standard]}` on PATH; install a C and C++ compiler (build-essential)")
     language = "c++" if "+" in standard else "c"
-    command = [compiler, "-x", language, f"-std={standard}", *STRICT, "-O1", "-I", INCLUDE, *flags]
-    done = subprocess.run([*command, *sources, "-o", target], capture_output=True, text=True, timeout=120)
+    options = ["-x", language, f"-std={standard}", *STRICT, "-O1", f"-I{INCLUDE}", *flags]
+    command = [compiler, *options, *map(str, sources), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.fail(f"{compiler} -std={standard} refused {', '.join(s.name for s in sources)}:\n{done.stderr}")
     return target

@@ -16,7 +16,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def tables(buffers: Tensors, variant: Variant) -> None:
-    buffers["table"].copy_(torch.arange(4.0))
+    buffers["table"].copy_(torch.arange(4.0, device=buffers["table"].device))
 
 
 def prompt(buffers: Tensors, variant: Variant) -> None:
