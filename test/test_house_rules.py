@@ -15,7 +15,7 @@ LONGEST_FILE = 400
 LONGEST_KERNEL_FILE = 900  # one resident kernel is one body, and splitting it would hide its phases
 LONGEST_FUNCTION = 60
 MEDIAN_FUNCTION = 8
-FOLDERS = ("benchmarks", "bin", "flashrt_ros", "kernels", "launch", "scripts", "test")
+FOLDERS = ("benchmarks", "bin", "flashrt_ros", "include", "kernels", "launch", "scripts", "test")
 SOURCES = sorted(
     path
     for folder in FOLDERS

@@ -23,6 +23,7 @@ from .errors import (
     ForeignFileError,
     ReadOnlyError,
     RoleError,
+    SessionExistsError,
     SessionLimitError,
     StaleInputError,
     StaleVariantError,
@@ -30,6 +31,7 @@ from .errors import (
     UncapturedShapeError,
     UnfilledWindowError,
     UnknownCapsuleError,
+    UnknownSessionError,
     WindowError,
 )
 from .folder import CapsuleFolder
@@ -61,6 +63,7 @@ __all__ = [
     "ReadOnlyError",
     "RoleError",
     "Session",
+    "SessionExistsError",
     "SessionLimitError",
     "SessionManager",
     "StageBody",
@@ -71,6 +74,7 @@ __all__ = [
     "UncapturedShapeError",
     "UnfilledWindowError",
     "UnknownCapsuleError",
+    "UnknownSessionError",
     "WindowError",
     "resolve_device",
 ]

@@ -130,4 +130,12 @@ class ReadOnlyError(CapsuleStorageError):
 
 
 class SessionLimitError(EngineError):
-    """No more sessions fit, or no session of that name is open."""
+    """A session can't be opened, used or closed now."""
+
+
+class UnknownSessionError(SessionLimitError):
+    """No session of that name is open."""
+
+
+class SessionExistsError(SessionLimitError):
+    """A session of that name is open already."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .capsule import Parked
-from .errors import SessionLimitError, StateError
+from .errors import SessionExistsError, SessionLimitError, StateError, UnknownSessionError
 from .session import Session
 
 DEFAULT_CAPACITY = 16
@@ -62,7 +62,7 @@ class SessionManager:
         """
         with self._turns:
             if name in self.names:
-                raise SessionLimitError(f"a session called '{name}' is open already; close it or choose another name")
+                raise SessionExistsError(f"a session called '{name}' is open already; close it or choose another name")
             if len(self.names) >= self._capacity:
                 raise SessionLimitError(f"{self._capacity} sessions are open already, which is the limit; close one")
             if own_buffers:
@@ -113,7 +113,7 @@ class SessionManager:
 
     def _require_open(self, name: str) -> None:
         if name not in self._parked and name not in self._own:
-            raise SessionLimitError(f"no session called '{name}' is open; open are: {', '.join(self.names)}")
+            raise UnknownSessionError(f"no session called '{name}' is open; open are: {', '.join(self.names)}")
 
     def _built(self) -> Session:
         if self._build is None:

@@ -141,9 +141,10 @@ class Session(StateSaving):
         with self._exclusively(f"fill '{name}'"):
             window.wait()
             window.refresh()
+            self._unfilled.add(name)  # a block that breaks off leaves a torn window, which no stage may read
             try:
                 yield filling
-            finally:  # a block that broke off has torn the window: the content changed, so the version must too
+            finally:
                 self._ledger.bump(name)
                 window.upload(filling.rows)
             self._unfilled.discard(name)

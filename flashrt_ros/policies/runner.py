@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine import Session
+from ..engine import CapsuleStore, Session
+from ..ops.region_copy import region_copy
 from .base import Policy, PolicyError
 from .pixels import CHANNELS, PixelOrder, copy_pixels
 
@@ -44,9 +45,14 @@ class PolicyRunner:
         self._bytes_copied = 0
 
     @classmethod
-    def start(cls, policy: Policy, device: str = "cpu", seed: int = 0) -> PolicyRunner:
-        """A configured runner: session built, STATIC buffers prepared, every stage captured."""
-        session = Session(policy.contract, policy.bodies, device, seed)
+    def start(
+        cls, policy: Policy, device: str = "cpu", seed: int = 0, capsules: CapsuleStore | None = None
+    ) -> PolicyRunner:
+        """A configured runner: session built, STATIC buffers prepared, every stage captured.
+
+        `capsules` is where the session's snapshots go, as in `Session`.
+        """
+        session = Session(policy.contract, policy.bodies, device, seed, capsules, region_copy(device))
         policy.prepare(session)
         session.configure()
         return cls(policy, session)

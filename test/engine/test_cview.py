@@ -237,6 +237,7 @@ def test_a_view_that_nobody_holds_goes_away_and_frees_the_window_it_had_lent(cli
     del driver
     gc.collect()
     assert gone() is None
+    session.fill("image", image(2))
     assert session.act() == ("context", "action")
 
 

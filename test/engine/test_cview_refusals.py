@@ -340,6 +340,7 @@ def test_a_view_that_is_closed_takes_back_what_it_lent_and_the_session_goes_on(c
         assert client.call("begin_fill", view.address, IMAGE, c_void_p()) is Status.OK
     assert client.call("filled", view.address, IMAGE, 8) is Status.CLOSED
     assert session.versions["image"] == version + 1  # nobody knows what was written to it
+    session.fill("image", image(2))
     assert session.act() == ("context", "action")
 
 

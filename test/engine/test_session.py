@@ -188,11 +188,14 @@ def test_a_partly_filled_window_bumps_the_version() -> None:
     assert session.act() == ("context", "action")
 
 
-def test_a_block_that_breaks_off_still_makes_readers_stale() -> None:
+def test_a_window_whose_filling_broke_off_is_not_read_until_it_is_filled_again() -> None:
     session = make_session()
     session.act()
     with pytest.raises(ZeroDivisionError), session.window("image") as view:
         view[0] = 1 // 0
+    with pytest.raises(UnfilledWindowError, match="'context' needs windows .*: image"):
+        session.act()
+    session.fill("image", image(2))
     assert session.act() == ("context", "action")
 
 
