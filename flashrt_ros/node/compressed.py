@@ -20,7 +20,7 @@ from ..policies.pixels import PixelOrder
 from .cdr import CompressedImageMessage
 from .conversions import convert, require_opencv
 from .encodings import Encoding, find_encoding
-from .frame import DecodeError, EncodingError, Frame, TooLargeError
+from .frame import Frame, ImageError
 from .jpeg import JpegLayout, check_jpeg, with_extra_scan_data
 from .png import check_png
 
@@ -72,11 +72,11 @@ def _parse_format(text: str) -> _Format:
         return _Format(_CODECS[stripped.lower()], None, "")
     match = _FORMAT.fullmatch(stripped)
     if match is None or match["codec"] not in _CODECS:
-        raise EncodingError(f"compressed format '{text}' is refused; supported: {_SUPPORTED}")
+        raise ImageError(f"compressed format '{text}' is refused; supported: {_SUPPORTED}")
     layout = match["layout"] or ""
     if layout and layout not in (*_ORDER_OF_LAYOUT, "mono8"):
         known = "bgr8, rgb8, mono8"
-        raise EncodingError(f"compressed format '{text}' is refused: layout '{layout}' is none of {known}")
+        raise ImageError(f"compressed format '{text}' is refused: layout '{layout}' is none of {known}")
     return _Format(_CODECS[match["codec"]], find_encoding(match["encoding"]), layout)
 
 
@@ -84,7 +84,7 @@ def _check_codec(codec: str, message: CompressedImageMessage) -> None:
     found = _MAGIC.get(bytes(message.data[:2]))
     if found != codec:
         start = bytes(message.data[:4]).hex(" ") or "nothing"
-        raise DecodeError(f"format '{message.format}' announces {codec}, but the data start with {start}")
+        raise ImageError(f"format '{message.format}' announces {codec}, but the data start with {start}")
 
 
 def _decode_jpeg(data: memoryview, capacity: int) -> NDArray[np.uint8]:
@@ -94,7 +94,7 @@ def _decode_jpeg(data: memoryview, capacity: int) -> NDArray[np.uint8]:
     if _looks_unfinished(pixels, layout):
         continued = _decode(with_extra_scan_data(data, layout), "jpeg")
         if not np.array_equal(pixels, continued):
-            raise DecodeError("incomplete JPEG: its data end before the picture does")
+            raise ImageError("incomplete JPEG: its data end before the picture does")
     return pixels
 
 
@@ -107,7 +107,7 @@ def _decode_png(data: memoryview, capacity: int) -> NDArray[np.uint8]:
 def _check_capacity(height: int, width: int, channels: int, capacity: int) -> None:
     needed = height * width * channels
     if needed > capacity:
-        raise TooLargeError(
+        raise ImageError(
             f"a picture of {width}x{height} with {channels} channels needs {needed} bytes, its window holds "
             f"{capacity}; lower the camera's resolution or raise the policy's largest image size"
         )
@@ -119,9 +119,9 @@ def _decode(data: memoryview, codec: str) -> NDArray[np.uint8]:
     # tag.
     pixels = opencv.imdecode(np.frombuffer(data, np.uint8), opencv.IMREAD_UNCHANGED)
     if pixels is None:
-        raise DecodeError(f"damaged {codec} data: OpenCV cannot decode them")
+        raise ImageError(f"damaged {codec} data: OpenCV cannot decode them")
     if pixels.dtype != np.uint8:
-        raise DecodeError(f"{codec} with {pixels.dtype} channels is refused; publish 8 bits a channel")
+        raise ImageError(f"{codec} with {pixels.dtype} channels is refused; publish 8 bits a channel")
     return np.asarray(pixels, dtype=np.uint8)
 
 
@@ -147,7 +147,7 @@ def _interpret(pixels: NDArray[np.uint8], wanted: _Format, text: str) -> Frame:
     if wanted.encoding is None:
         return Frame(pixels, PixelOrder.BGR)
     if wanted.layout not in _ORDER_OF_LAYOUT:
-        raise DecodeError(
+        raise ImageError(
             f"compressed format '{text}' names no colour layout, but the picture has {channels} channels; "
             "expected 'compressed bgr8' at the end"
         )
@@ -160,4 +160,4 @@ def _interpret_single_channel(pixels: NDArray[np.uint8], wanted: _Format, text: 
         return Frame(pixels.reshape(*pixels.shape[:2], 1), PixelOrder.MONO)
     if wanted.encoding.name.startswith("bayer_") and not wanted.layout:
         return Frame(convert(pixels.reshape(pixels.shape[:2]), wanted.encoding), PixelOrder.RGB)
-    raise DecodeError(f"compressed format '{text}' announces colour, but the picture has one channel")
+    raise ImageError(f"compressed format '{text}' announces colour, but the picture has one channel")

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .encodings import ENCODINGS, Conversion, Encoding
-from .frame import DecodeError, ImageError
+from .frame import ImageError
 
 Pixels: TypeAlias = NDArray[np.uint8]
 Converter: TypeAlias = Callable[[Pixels], Pixels]
@@ -74,10 +74,10 @@ def convert(pixels: Pixels, encoding: Encoding) -> Pixels:
 
 
 def require_opencv(what: str) -> ModuleType:
-    """The `cv2` module; DecodeError that says that `what` cannot be converted, why, and what to install."""
+    """The `cv2` module; ImageError that says that `what` cannot be converted, why, and what to install."""
     backend = find_backend()
     if backend.opencv is None:
-        raise DecodeError(f"{what} cannot be converted here ({backend.reason}); {_INSTALL}")
+        raise ImageError(f"{what} cannot be converted here ({backend.reason}); {_INSTALL}")
     return backend.opencv
 
 

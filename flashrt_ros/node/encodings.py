@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..policies.pixels import PixelOrder
-from .frame import EncodingError
+from .frame import ImageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
 
 
 def find_encoding(name: str) -> Encoding:
-    """The table's row for `name`; EncodingError that names it and lists the supported ones if there is none."""
+    """The table's row for `name`; ImageError that names it and lists the supported ones if there is none."""
     encoding = ENCODINGS.get(name)
     if encoding is None:
         advice = f" ({_ADVICE[name]})" if name in _ADVICE else ""
-        raise EncodingError(f"encoding '{name}' is refused{advice}; supported: {', '.join(ENCODINGS)}")
+        raise ImageError(f"encoding '{name}' is refused{advice}; supported: {', '.join(ENCODINGS)}")
     return encoding

@@ -15,18 +15,6 @@ class ImageError(ValueError):
     do."""
 
 
-class EncodingError(ImageError):
-    """An encoding or a compressed format that has no exact conversion."""
-
-
-class TooLargeError(ImageError):
-    """More pixels than the window holds."""
-
-
-class DecodeError(ImageError):
-    """Compressed data that are damaged, incomplete or of a refused kind, or a decoder that is missing."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
     """Pixels of one camera at one moment.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .frame import DecodeError
+from .frame import ImageError
 
 _SOI, _EOI, _SOS, _DRI = 0xD8, 0xD9, 0xDA, 0xDD
 _SUPPORTED_FRAMES = (0xC0, 0xC1)
@@ -55,10 +55,10 @@ def check_jpeg(data: memoryview) -> JpegLayout:
     """Walk a JPEG from its first mark to its last.
 
     Raises:
-        DecodeError: not a JPEG, cut off, restart marks missing or out of order, or of a kind that is refused.
+        ImageError: not a JPEG, cut off, restart marks missing or out of order, or of a kind that is refused.
     """
     if bytes(data[:2]) != bytes((0xFF, _SOI)):
-        raise DecodeError("not a JPEG: the data do not start with ff d8")
+        raise ImageError("not a JPEG: the data do not start with ff d8")
     frame: JpegLayout | None = None
     interval, offset = 0, 2
     while True:
@@ -66,7 +66,7 @@ def check_jpeg(data: memoryview) -> JpegLayout:
         if mark in _SUPPORTED_FRAMES:
             frame = _read_frame(body)
         elif mark in _REFUSED_FRAMES:
-            raise DecodeError(f"a {_REFUSED_FRAMES[mark]} JPEG is refused; publish baseline JPEG")
+            raise ImageError(f"a {_REFUSED_FRAMES[mark]} JPEG is refused; publish baseline JPEG")
         elif mark == _DRI:
             interval = _unpack(">H", body, "restart interval")[0]
         elif mark == _SOS:
@@ -85,12 +85,12 @@ def _segment(data: memoryview, offset: int) -> tuple[int, memoryview, int]:
     while offset + 1 < len(data) and data[offset] == 0xFF and data[offset + 1] == 0xFF:
         offset += 1
     if offset + 4 > len(data):
-        raise DecodeError(f"truncated JPEG: {len(data)} bytes end before the picture's data begin")
+        raise ImageError(f"truncated JPEG: {len(data)} bytes end before the picture's data begin")
     mark, length = data[offset + 1], data[offset + 2] << 8 | data[offset + 3]
     if data[offset] != 0xFF or mark in (0, 1, _SOI, _EOI, *_RESTARTS) or length < 2:
-        raise DecodeError(f"damaged JPEG: no segment at byte {offset}, where one is due")
+        raise ImageError(f"damaged JPEG: no segment at byte {offset}, where one is due")
     if offset + 2 + length > len(data):
-        raise DecodeError(f"truncated JPEG: the segment at byte {offset} reaches past the end")
+        raise ImageError(f"truncated JPEG: the segment at byte {offset} reaches past the end")
     return mark, data[offset + 4 : offset + 2 + length], offset + 2 + length
 
 
@@ -98,30 +98,30 @@ def _read_frame(body: memoryview) -> JpegLayout:
     """The sizes that a start-of-frame segment announces."""
     precision, height, width, components = _unpack(">BHHB", body, "frame")
     if precision != 8:
-        raise DecodeError(f"a JPEG of {precision} bits a channel is refused; publish 8 bits")
+        raise ImageError(f"a JPEG of {precision} bits a channel is refused; publish 8 bits")
     if components not in (1, 3) or len(body) < 6 + 3 * components:
-        raise DecodeError(f"a JPEG of {components} components is refused; publish grey or colour (1 or 3)")
+        raise ImageError(f"a JPEG of {components} components is refused; publish grey or colour (1 or 3)")
     if not height or not width:
-        raise DecodeError(f"a JPEG of {width}x{height} pixels is refused")
+        raise ImageError(f"a JPEG of {width}x{height} pixels is refused")
     if components == 1:
         return JpegLayout(height, width, 1, 8, 8)
     factors = [body[7 + 3 * index] for index in range(3)]
     horizontal, vertical = max(f >> 4 for f in factors), max(f & 15 for f in factors)
     if not all(1 <= f >> 4 <= 4 and 1 <= f & 15 <= 4 for f in factors):
-        raise DecodeError("damaged JPEG: a sampling factor is not between 1 and 4")
+        raise ImageError("damaged JPEG: a sampling factor is not between 1 and 4")
     return JpegLayout(height, width, 3, 8 * vertical, 8 * horizontal)
 
 
 def _check_scan(data: memoryview, start: int, body: memoryview, frame: JpegLayout | None, interval: int) -> JpegLayout:
     if frame is None:
-        raise DecodeError("damaged JPEG: picture data before the picture's size")
+        raise ImageError("damaged JPEG: picture data before the picture's size")
     if not body or body[0] != frame.components:
-        raise DecodeError("a JPEG in several scans is refused; publish baseline JPEG in one interleaved scan")
+        raise ImageError("a JPEG in several scans is refused; publish baseline JPEG in one interleaved scan")
     restarts, end, mark = _walk_scan(data, start)
     if mark is None:
-        raise DecodeError(f"truncated JPEG: {len(data)} bytes and no end mark (ff d9)")
+        raise ImageError(f"truncated JPEG: {len(data)} bytes and no end mark (ff d9)")
     if mark != _EOI:
-        raise DecodeError(f"damaged JPEG: mark ff {mark:02x} at byte {end}, within the picture's data")
+        raise ImageError(f"damaged JPEG: mark ff {mark:02x} at byte {end}, within the picture's data")
     _check_restarts(restarts, frame.blocks, interval)
     return replace(frame, scan_end=end)
 
@@ -145,11 +145,11 @@ def _check_restarts(restarts: list[int], blocks: int, interval: int) -> None:
     in_order = all(mark == _RESTARTS[index % 8] for index, mark in enumerate(restarts))
     if len(restarts) != expected or not in_order:
         order = "" if in_order else ", out of order"
-        raise DecodeError(f"incomplete JPEG: {len(restarts)} of {expected} restart marks{order}")
+        raise ImageError(f"incomplete JPEG: {len(restarts)} of {expected} restart marks{order}")
 
 
 def _unpack(layout: str, body: memoryview, what: str) -> tuple[int, ...]:
     if len(body) < struct.calcsize(layout):
         needed = struct.calcsize(layout)
-        raise DecodeError(f"damaged JPEG: its {what} segment has {len(body)} bytes, expected {needed}")
+        raise ImageError(f"damaged JPEG: its {what} segment has {len(body)} bytes, expected {needed}")
     return struct.unpack_from(layout, body)

@@ -6,7 +6,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from .frame import DecodeError
+from .frame import ImageError
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 4, 6: 4}
@@ -27,10 +27,10 @@ def check_png(data: memoryview) -> PngLayout:
     """Walk a PNG chunk by chunk and verify each checksum.
 
     Raises:
-        DecodeError: not a PNG, cut off, damaged, or not of 8 bits a channel.
+        ImageError: not a PNG, cut off, damaged, or not of 8 bits a channel.
     """
     if bytes(data[:8]) != _SIGNATURE:
-        raise DecodeError("not a PNG: the data do not start with its signature")
+        raise ImageError("not a PNG: the data do not start with its signature")
     layout: PngLayout | None = None
     offset = len(_SIGNATURE)
     while True:
@@ -45,21 +45,21 @@ def check_png(data: memoryview) -> PngLayout:
 def _chunk(data: memoryview, offset: int) -> tuple[bytes, memoryview, int]:
     """Type and content of the chunk at `offset`, and the offset of the next one."""
     if offset + _FRAME_BYTES > len(data):
-        raise DecodeError(f"truncated PNG: {len(data)} bytes and no end chunk (IEND)")
+        raise ImageError(f"truncated PNG: {len(data)} bytes and no end chunk (IEND)")
     stop = offset + _FRAME_BYTES + int.from_bytes(data[offset : offset + 4], "big")
     if stop > len(data):
-        raise DecodeError(f"truncated PNG: the chunk at byte {offset} reaches past the end")
+        raise ImageError(f"truncated PNG: the chunk at byte {offset} reaches past the end")
     if zlib.crc32(data[offset + 4 : stop - 4]) != int.from_bytes(data[stop - 4 : stop], "big"):
-        raise DecodeError(f"damaged PNG: wrong checksum of the chunk at byte {offset}")
+        raise ImageError(f"damaged PNG: wrong checksum of the chunk at byte {offset}")
     return bytes(data[offset + 4 : offset + 8]), data[offset + 8 : stop - 4], stop
 
 
 def _read_header(kind: bytes, body: memoryview) -> PngLayout:
     if kind != b"IHDR" or len(body) != 13:
-        raise DecodeError("damaged PNG: its first chunk is not a header (IHDR)")
+        raise ImageError("damaged PNG: its first chunk is not a header (IHDR)")
     width, height, depth, colour = struct.unpack_from(">IIBB", body)
     if depth == 16:
-        raise DecodeError("a PNG of 16 bits a channel is refused; publish 8 bits")
+        raise ImageError("a PNG of 16 bits a channel is refused; publish 8 bits")
     if colour not in _CHANNELS or not height or not width:
-        raise DecodeError(f"damaged PNG: colour type {colour}, {width}x{height} pixels")
+        raise ImageError(f"damaged PNG: colour type {colour}, {width}x{height} pixels")
     return PngLayout(height, width, _CHANNELS[colour])

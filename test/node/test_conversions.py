@@ -202,6 +202,6 @@ def test_without_any_library_direct_views_work_and_conversions_are_refused_with_
     report = run_with_packages(tmp_path, {"cv2/__init__.py": "raise ImportError('libGL.so.1 is missing')\n"})
     assert report["backend"] == ["none", "cv2 does not import (ImportError: libGL.so.1 is missing)"]
     assert np.shape(report["rgb8"]) == (4, 5, 3)
-    assert "DecodeError: encoding 'bayer_rggb8' cannot be converted here" in str(report["bayer"])
+    assert "ImageError: encoding 'bayer_rggb8' cannot be converted here" in str(report["bayer"])
     assert "libGL.so.1 is missing" in str(report["bayer"])
     assert "install opencv-python-headless" in str(report["bayer"])

@@ -1,0 +1,39 @@
+"""What the demo's own publishers share: a node without signal handlers of rclpy's, and a steady pace."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import rclpy
+from rclpy.node import Node
+from rclpy.signals import SignalHandlerOptions
+
+
+@contextmanager
+def publishing_node(name: str) -> Iterator[tuple[Node, threading.Event]]:
+    """Yield a node that only publishes, so nothing needs to spin, and an event that SIGINT and SIGTERM set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    # rclpy's own handlers invalidate the context under a running loop.
+    rclpy.init(signal_handler_options=SignalHandlerOptions.NO)
+    node = Node(name)
+    try:
+        yield node, stop
+    finally:
+        node.destroy_node()
+        rclpy.try_shutdown()
+
+
+def keep_pace(rate: float, stop: threading.Event, publish: Callable[[float], None]) -> None:
+    """Call `publish(seconds since start)` at `rate` Hz until `stop`; a late call is made up for by skipping."""
+    start = time.monotonic()
+    tick = 0
+    while not stop.is_set():
+        publish(time.monotonic() - start)
+        tick = max(tick + 1, int((time.monotonic() - start) * rate))
+        stop.wait(max(0.0, start + tick / rate - time.monotonic()))
