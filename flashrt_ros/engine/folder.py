@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from .capsule import Capsule, checked_capsule_name
@@ -28,7 +29,11 @@ class CapsuleFolder:
 
     def nbytes(self) -> int:
         """Bytes of all capsule files."""
-        return sum(self.file_of(name).stat().st_size for name in self.names())
+        total = 0
+        for name in self.names():
+            with suppress(FileNotFoundError):  # dropped meanwhile
+                total += self.file_of(name).stat().st_size
+        return total
 
     def save(self, capsule: Capsule) -> Path:
         """Write `capsule`, replacing an older file of its name; CapsuleStorageError and its kinds if that fails."""

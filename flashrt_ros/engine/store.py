@@ -59,8 +59,9 @@ class CapsuleStore:
         return self._slabs[tier].nbytes
 
     def list(self) -> tuple[Capsule, ...]:
-        """Every capsule, by name."""
-        return tuple(sorted(self._capsules.values(), key=lambda capsule: capsule.name))
+        """Every capsule, by name. Safe to call from another thread than the one that drives."""
+        capsules = tuple(self._capsules.values())  # in one step, because the driving thread may add one meanwhile
+        return tuple(sorted(capsules, key=lambda capsule: capsule.name))
 
     def get(self, name: str) -> Capsule:
         """The capsule called `name`, which becomes the most recently used; UnknownCapsuleError if there is none."""

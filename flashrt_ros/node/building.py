@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..engine import CapsuleFolder, CapsuleStore, resolve_device
 from ..policies import Policy, PolicyRunner, build_policy
 from ..policies.pixels import PixelOrder
 from .chunk_checks import ChunkLimits
@@ -27,7 +30,7 @@ def build_runner(settings: Settings) -> PolicyRunner:
         torch.set_num_threads(settings.cpu_threads)
     policy = build_policy(settings.policy, settings.policy_settings, settings.device)
     check_views(settings, policy)
-    runner = PolicyRunner.start(policy, settings.device, settings.seed)
+    runner = PolicyRunner.start(policy, settings.device, settings.seed, capsule_store(settings))
     try:
         warm_up(runner, settings.warmup)
     except BaseException:
@@ -36,6 +39,20 @@ def build_runner(settings: Settings) -> PolicyRunner:
     # Warm-up drew noise; with the seed set again its number of decisions changes nothing.
     runner.session.seed(settings.seed)
     return runner
+
+
+def capsule_store(settings: Settings) -> CapsuleStore:
+    """Room for capsules, allocated now; DeviceError if the device is missing."""
+    wanted = settings.capsules
+    return CapsuleStore(resolve_device(settings.device), wanted.device_mib << 20, wanted.host_mib << 20)
+
+
+def capsule_folder(settings: Settings) -> CapsuleFolder:
+    """Where durable capsules are; made when the first one is saved."""
+    if settings.capsules.folder:
+        return CapsuleFolder(Path(settings.capsules.folder).expanduser())
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return CapsuleFolder(Path(data) / "flashrt_ros" / "capsules")
 
 
 def warm_up(runner: PolicyRunner, decisions: int) -> None:

@@ -14,7 +14,7 @@ from ..msg import Refusal as Cause
 from ..policies import PolicyRunner, PromptError
 from .chunk_checks import hold_chunk
 from .chunk_gate import Chunk, ChunkGate, ChunkRefusal
-from .epochs import ClockWatch, Epochs
+from .epochs import ClockWatch, EpochCause, Epochs
 from .observations import Observation, Observer
 from .publishing import ChunkOrigin, ChunkPublisher
 from .stall import StallAction, StallPolicy
@@ -48,6 +48,7 @@ class Decider:
         publisher: of chunks.
         hooks: to the node.
         image_wait: longest wait for frames that came after the tick (s).
+        session: name of the session that decides first.
 
     Attributes: `reason`, why the last tick published nothing, empty if it did; `fault`, true if that was the policy's
     doing and not that of its inputs; `instruction`, in force from the next decision on; `tally`;
@@ -65,10 +66,13 @@ class Decider:
         publisher: ChunkPublisher,
         hooks: Hooks,
         image_wait: float,
+        session: str,
     ) -> None:
         self.tally = Tally()
         self.stall = stall
         self.instruction = ""
+        self.session = session
+        self._continued: tuple[int, str] = (-1, "")
         self.reason = "the node is not active"
         self.fault = False
         self._runner = runner
@@ -108,6 +112,19 @@ class Decider:
         self._reset_due = True
         self.streams.drop()
 
+    # -- in the worker, between two ticks --------------------------------------------------------------------------
+
+    def continue_from(self, capsule: str, session: str, cause: EpochCause) -> int:
+        """Go on as `session`, whose state was brought back from `capsule` (empty: from another session's live state).
+
+        Returns the epoch that this begins. Its chunks name the capsule, and follow the instruction that came back.
+        """
+        self.session = session
+        self.instruction = self._runner.instruction
+        epoch = self._epochs.begin(cause)
+        self._continued = (epoch, capsule)
+        return epoch
+
     # -- in the worker ---------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
@@ -135,7 +152,10 @@ class Decider:
         if not instruction.strip():
             return self._without_observation(_NO_INSTRUCTION)
         start_ns, steady_ns = self._hooks.clock(), time.monotonic_ns()
-        origin = ChunkOrigin(epoch, instruction, observation.oldest_stamp_ns, start_ns, steady_ns)
+        capsule = self._continued[1] if self._continued[0] == epoch else ""
+        origin = ChunkOrigin(
+            self.session, capsule, epoch, instruction, observation.oldest_stamp_ns, start_ns, steady_ns
+        )
         try:
             actions = self._run(observation, instruction)
         except PromptError as error:
@@ -173,6 +193,7 @@ class Decider:
         if observation.state is not None:
             runner.set_state(observation.state)
         runner.set_instruction(instruction)
+        runner.session.notes["observation"] = str(observation.oldest_stamp_ns)
         decision = runner.decide()
         if observation.frames:
             self.tally.bytes_per_frame = decision.bytes_copied // len(observation.frames)

@@ -129,6 +129,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     ),
     Parameter("stall_after", 5, "Refused chunks in a row that make a stall.", 1, 1_000_000),
     Parameter("status_period", 1.0, "Time between two status messages (s).", 0.05, 3600),
+    Parameter("capsules.device_mib", 64, "Budget of capsules in GPU memory, or in memory on a CPU (MiB).", 0, 1 << 20),
+    Parameter("capsules.host_mib", 256, "Budget of capsules in pinned host memory (MiB).", 0, 1 << 20),
+    Parameter("capsules.folder", "", "Folder of durable capsules; empty: flashrt_ros/capsules in ~/.local/share."),
+    Parameter("capsules.sessions", 4, "Sessions that may be open at once: the first one and its forks.", 1, 64),
+    Parameter("capsules.timeout", 2.0, "Longest wait of a capsule service for the decision in flight (s).", 0.01, 600),
     Parameter("stop_timeout", 5.0, "Longest wait for the decision in flight at deactivation and stop (s).", 0.1, 600),
 )  # fmt: skip
 
@@ -193,6 +198,17 @@ class JointLimits:
 
 
 @dataclass(frozen=True)
+class CapsuleSettings:
+    """Budgets in MiB, the folder of durable capsules, the limit of sessions, and the bounded wait in seconds."""
+
+    device_mib: int
+    host_mib: int
+    folder: str
+    sessions: int
+    timeout: float
+
+
+@dataclass(frozen=True)
 class Settings:
     """All parameters at one moment, typed and checked. The fields are described in the table."""
 
@@ -215,6 +231,7 @@ class Settings:
     stall_after: int
     status_period: float
     stop_timeout: float
+    capsules: CapsuleSettings
     views: Mapping[str, ViewSettings] = field(default_factory=dict)
     limits: Mapping[str, JointLimits] = field(default_factory=dict)
 
@@ -235,6 +252,7 @@ def settings_from(values: Mapping[str, object], node: str) -> Settings:
     """
     known: dict[str, Any] = {row.name: row.checked(row.name, values.get(row.name, row.default)) for row in PARAMETERS}
     del known["autostart"]
+    capsules = {name.partition(".")[2]: known.pop(name) for name in list(known) if name.startswith("capsules.")}
     policy = known.pop("policy.name")
     if not policy:
         raise ParameterError(
@@ -246,6 +264,7 @@ def settings_from(values: Mapping[str, object], node: str) -> Settings:
         policy=policy,
         policy_settings=settings,
         action_joints=tuple(known.pop("action_joints")),
+        capsules=CapsuleSettings(**capsules),
         views={view: ViewSettings.of(view, **given) for view, given in _family("views", values)},
         limits={joint: JointLimits(**given) for joint, given in _family("limits", values)},
         **known,

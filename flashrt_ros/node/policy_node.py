@@ -13,10 +13,11 @@ from rclpy.clock import Clock, ClockType, JumpThreshold
 from rclpy.duration import Duration
 from rclpy.timer import Timer
 
-from ..engine import DeviceError
+from ..engine import DeviceError, SessionManager
 from ..msg import Refusal
 from ..policies import Policy, PolicyError, PolicyRunner
-from .building import build_runner, chunk_gate, freshness_limits, measured_joints
+from .building import build_runner, capsule_folder, chunk_gate, freshness_limits, measured_joints
+from .capsule_desk import CapsuleDesk
 from .cdr import CdrError, parse_string
 from .chunk_gate import ChunkGate
 from .decisions import Decider, Hooks
@@ -45,7 +46,7 @@ class Closable(Protocol):
 Part = TypeVar("Part", bound=Closable)
 
 SESSION = "main"
-"""Name of the session that decides."""
+"""Name of the session that decides first."""
 
 
 class PolicyNode(GuardedLifecycleNode):
@@ -95,9 +96,10 @@ class PolicyNode(GuardedLifecycleNode):
         early = streams[INSTRUCTION].newest
         if early is not None:  # it came between the subscription and this line, when nobody could take it
             self._on_instruction(early)
-        self._keep(CapsuleServices(self))
+        desk = self._capsule_desk(settings, runner, decider, worker)
+        self._keep(CapsuleServices(self, desk, settings.capsules.timeout))
         counts = runner.session.counts.copy()
-        subject = Subject(settings, runner, streams, decider, worker, self._epochs, SESSION, counts)
+        subject = Subject(settings, runner, streams, decider, worker, self._epochs, desk, counts)
         self._status = self._keep(StatusPublisher(self, subject))
         self._start_timer(settings.status_period, self._publish_status)
         # Made once and paused, because activation must be quick.
@@ -186,7 +188,7 @@ class PolicyNode(GuardedLifecycleNode):
         observed = {stream.name: stream for stream in streams if stream.name != INSTRUCTION}
         observer = Observer(observed, policy, freshness_limits(settings), measured_joints(settings, gate))
         publisher = self._keep(
-            ChunkPublisher(self, gate.limits.joint_names, policy.action_dt, runner.session.fingerprint, SESSION)
+            ChunkPublisher(self, gate.limits.joint_names, policy.action_dt, runner.session.fingerprint)
         )
         hooks = Hooks(
             clock=lambda: int(self.get_clock().now().nanoseconds),
@@ -195,7 +197,19 @@ class PolicyNode(GuardedLifecycleNode):
             log_error=self.get_logger().error,
         )
         stall = StallPolicy(StallAction(settings.stall_policy), settings.stall_after)
-        return Decider(runner, streams, observer, gate, stall, self._epochs, publisher, hooks, settings.image_wait)
+        return Decider(
+            runner, streams, observer, gate, stall, self._epochs, publisher, hooks, settings.image_wait, SESSION
+        )
+
+    def _capsule_desk(self, settings: Settings, runner: PolicyRunner, decider: Decider, worker: Worker) -> CapsuleDesk:
+        wanted = settings.capsules
+        manager = worker.call(lambda: SessionManager(runner.session, first=SESSION, capacity=wanted.sessions))
+
+        def clock() -> int:
+            return int(self.get_clock().now().nanoseconds)
+
+        folder = capsule_folder(settings)
+        return CapsuleDesk(runner, manager, folder, decider, self._epochs, worker, wanted.timeout, clock)
 
     def _keep(self, part: Part) -> Part:
         """Remember to close `part` at release."""

@@ -24,9 +24,11 @@ class ChunkOrigin:
     """Where a chunk comes from.
 
     `oldest_observation_ns` and `start_ns`, when the windows began to be filled, are of the node clock;
-    `start_steady_ns` is the latter moment on the steady clock.
+    `start_steady_ns` is the latter moment on the steady clock. `capsule` is what the epoch began from, empty for none.
     """
 
+    session: str
+    capsule: str
     epoch: int
     instruction: str
     oldest_observation_ns: int
@@ -46,16 +48,17 @@ class ChunkPublisher:
         joint_names: the columns of every chunk.
         dt: time between two steps (s).
         fingerprint: of the contract.
-        session: name of the session that decides.
     """
 
-    def __init__(self, node: Node, joint_names: tuple[str, ...], dt: float, fingerprint: str, session: str) -> None:
-        self.session = session
+    def __init__(self, node: Node, joint_names: tuple[str, ...], dt: float, fingerprint: str) -> None:
         self._node = node
         self._publisher = node.create_publisher(ActionChunk, "action_chunk", _QOS)
-        self._joint_names = list(joint_names)
         self._dt_ns = round(dt * _SECOND)
-        self._fingerprint = fingerprint
+        # One message for all chunks: to make a new one checks every joint name again, which takes longer than to send
+        # it.
+        self._message = ActionChunk(
+            dt=duration_message(self._dt_ns), joint_names=list(joint_names), fingerprint=fingerprint
+        )
 
     def valid_until_ns(self, origin: ChunkOrigin, steps: int) -> int:
         """End of the last step of a chunk of that origin (node clock)."""
@@ -63,22 +66,18 @@ class ChunkPublisher:
 
     def publish(self, chunk_id: int, chunk: NDArray[np.float32], origin: ChunkOrigin) -> None:
         """Publish `chunk`, float32[steps, joints], whose step 0 is due when its inference started."""
-        message = ActionChunk(
-            stamp=time_message(origin.start_ns),
-            oldest_observation_stamp=time_message(origin.oldest_observation_ns),
-            inference_start=time_message(origin.start_ns),
-            inference_duration=duration_message(time.monotonic_ns() - origin.start_steady_ns),
-            dt=duration_message(self._dt_ns),
-            valid_until=time_message(self.valid_until_ns(origin, len(chunk))),
-            session=self.session,
-            epoch=origin.epoch,
-            chunk_id=chunk_id,
-            joint_names=self._joint_names,
-            horizon=len(chunk),
-            data=float_array(chunk),
-            instruction=origin.instruction,
-            fingerprint=self._fingerprint,
-        )
+        message = self._message
+        message.stamp = message.inference_start = time_message(origin.start_ns)
+        message.oldest_observation_stamp = time_message(origin.oldest_observation_ns)
+        message.valid_until = time_message(self.valid_until_ns(origin, len(chunk)))
+        message.session = origin.session
+        message.capsule = origin.capsule
+        message.epoch = origin.epoch
+        message.chunk_id = chunk_id
+        message.horizon = len(chunk)
+        message.data = float_array(chunk)
+        message.instruction = origin.instruction
+        message.inference_duration = duration_message(time.monotonic_ns() - origin.start_steady_ns)
         self._publisher.publish(message)
 
     def close(self) -> None:

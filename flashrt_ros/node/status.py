@@ -11,8 +11,10 @@ from lifecycle_msgs.msg import State
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 
 from ..contract import Rate
+from ..engine import Tier
 from ..msg import EngineStatus, KernelStatus, StageStatus
 from ..policies import PolicyRunner
+from .capsule_desk import CapsuleDesk
 from .decisions import Decider
 from .diagnostics import diagnostics
 from .epochs import Epochs
@@ -35,7 +37,7 @@ class Subject:
     decider: Decider
     worker: Worker
     epochs: Epochs
-    session: str
+    desk: CapsuleDesk
     warmup_replays: Counter[str]
 
 
@@ -70,7 +72,8 @@ class StatusPublisher:
             stalled=decider.stall.stalled,
             stall_policy=settings.stall_policy,
             stages=_stages(subject.runner, subject.warmup_replays),
-            session=subject.session,
+            **_capsules(subject.desk),
+            session=decider.session,
             epoch=subject.epochs.current,
             instruction=decider.instruction,
             target_rate=settings.rate_hz,
@@ -118,6 +121,17 @@ def _decisions(subject: Subject) -> dict[str, object]:
         "session_time": quantiles(tally.session_time),
         "overhead": quantiles(tally.overhead),
         "bytes_copied_per_frame": tally.bytes_per_frame,
+    }
+
+
+def _capsules(desk: CapsuleDesk) -> dict[str, object]:
+    store = desk.store
+    return {
+        "capsule_count": desk.count(),
+        "capsule_device_bytes": store.used(Tier.DEVICE),
+        "capsule_host_bytes": store.used(Tier.HOST),
+        "capsule_disk_bytes": desk.folder.nbytes(),
+        "capsule_budget_bytes": store.budget(Tier.DEVICE) + store.budget(Tier.HOST),
     }
 
 

@@ -174,3 +174,27 @@ def test_an_instruction_published_the_moment_the_node_listens_is_followed(rig: R
         chunks.wait_for(lambda m, text=expected: m.instruction == text, expected)  # type: ignore[misc]
         assert node.transition("deactivate")
         assert node.transition("cleanup")
+
+
+def nanoseconds(value: Any) -> int:
+    return int(value.sec) * 1_000_000_000 + int(value.nanosec)
+
+
+def test_a_chunk_says_when_from_what_and_under_which_plan(rig: Rig) -> None:
+    default_robot(rig).start()
+    chunks = record_chunks(rig)
+    rig.active_policy({"policy.delay": 0.03, "policy.action_dt": 0.25, "policy.chunk": 3})
+    received = [(chunk, rig.node.get_clock().now().nanoseconds) for chunk in chunks.next(3)]
+    for chunk, now_ns in received:
+        stamp, duration = nanoseconds(chunk.stamp), nanoseconds(chunk.inference_duration)
+        assert nanoseconds(chunk.inference_start) == stamp
+        assert nanoseconds(chunk.dt) == 250_000_000
+        assert nanoseconds(chunk.valid_until) == stamp + 3 * 250_000_000
+        assert stamp - 1_000_000_000 < nanoseconds(chunk.oldest_observation_stamp) <= stamp
+        assert 30_000_000 <= duration <= now_ns - stamp
+        assert chunk.horizon == 3
+        assert len(chunk.data) == 3 * len(chunk.joint_names)
+        assert (chunk.session, chunk.capsule, chunk.frozen_prefix) == ("main", "", 0)
+        assert chunk.instruction == PROBE["instruction"]
+    ids = [chunk.chunk_id for chunk, _ in received]
+    assert ids == [1, 2, 3]

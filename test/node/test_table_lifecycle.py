@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lifecycle_msgs.msg import Transition
@@ -16,7 +15,7 @@ from flashrt_ros.msg import CapsuleResult
 from flashrt_ros.node.policy_node import PolicyNode
 from flashrt_ros.srv import DropCapsule, Fork, ListCapsules, Restore, Snapshot
 from test.node.latch import LATCH
-from test.node.rig import PROBE, Recorder, Rig, record_chunks, record_errors, record_status, wait_until
+from test.node.rig import DEADLINE, PROBE, Recorder, Rig, record_chunks, record_errors, record_status, wait_until
 from test.node.robot import default_robot
 
 SERVICES = (
@@ -169,7 +168,7 @@ def test_a_replay_that_outlasts_the_bound_finalizes_the_node(rig: Rig) -> None:
 
 def test_everything_is_answered_while_a_long_replay_runs(rig: Rig) -> None:
     default_robot(rig).start()
-    rig.active_policy()
+    rig.active_policy({"capsules.timeout": 0.3})
     LATCH.close()
     wait_until(LATCH.entered.is_set, "a replay is under way")
     answer_all(rig, "active")
@@ -199,15 +198,11 @@ def answer_all(rig: Rig, expected: str) -> None:
     values = rig.call(GetParameters, "policy/get_parameters", GetParameters.Request(names=["policy.name"])).values
     assert values[0].string_value == "probe"
     for kind, name in SERVICES:
-        assert rig.call(kind, name, kind.Request()).result.cause == CapsuleResult.NOT_AVAILABLE
-
-
-@pytest.mark.parametrize(("kind", "name"), SERVICES, ids=[name for _, name in SERVICES])
-def test_capsule_services_say_that_they_are_not_available(rig: Rig, kind: Any, name: str) -> None:
-    assert rig.policy(PROBE).transition("configure")
-    result = rig.call(kind, name, kind.Request()).result
-    assert result.cause == CapsuleResult.NOT_AVAILABLE
-    assert "not available in this version" in result.message
+        expected_cause = CapsuleResult.SUCCESS if kind is ListCapsules else CapsuleResult.BAD_NAME
+        assert rig.call(kind, name, kind.Request()).result.cause == expected_cause
+    saved = rig.call(Snapshot, "snapshot", Snapshot.Request(name="later"), timeout=DEADLINE, retry=False).result
+    assert saved.cause == CapsuleResult.BUSY
+    assert "busy for 0.3 s" in saved.message
 
 
 def test_autostart_brings_the_node_to_active(rig: Rig) -> None:
