@@ -40,6 +40,7 @@ class StateKeeper:
         self._copier = RegionCopier(arena.storage, self.largest().nbytes, copy_regions)
         saved = {region.buffer for region in contract.regions}
         self._saved = tuple(sorted(saved))
+        self._inputs = tuple(buffer.name for buffer in contract.buffers if buffer.filled_by_host)
         self._mirrored = [w for name, w in windows.items() if name in saved and not w.in_place]
 
     def largest(self) -> Layout:
@@ -98,16 +99,12 @@ class StateKeeper:
         self._notes.clear()
         self._notes.update(state.notes)
         foreign = self._ledger.load(state.ledger, restored=self._saved)
-        return {name for name in foreign if self._contract.buffer(name).filled_by_host}
+        return foreign.intersection(self._inputs)
 
     def unfilled(self, foreign: set[str]) -> set[str]:
         """Input windows that must be filled before a stage may read them."""
         versions = self._ledger.versions
-        return {
-            buffer.name
-            for buffer in self._contract.buffers
-            if buffer.filled_by_host and (versions[buffer.name] == 0 or buffer.name in foreign)
-        }
+        return {name for name in self._inputs if versions[name] == 0 or name in foreign}
 
     def touch_extent(self, name: str) -> None:
         """Other rows of the regions with live extent `name` are live now, so what they hold counts as new."""

@@ -135,6 +135,9 @@ class CapsuleStore:
         return plan
 
     def _make_room(self, name: str, nbytes: int) -> tuple[torch.Tensor, Tier]:
+        block = self._slabs[Tier.DEVICE].take(nbytes)
+        if block is not None:  # the usual case, for which no plan is needed
+            return block, Tier.DEVICE
         plan = self._plan(name, nbytes)
         for step in plan.steps:
             if isinstance(step, Evict):
