@@ -119,6 +119,7 @@ class Decider:
 
         Returns the epoch that this begins. Its chunks name the capsule, and follow the instruction that came back.
         """
+        self._observer.windows_changed()
         self.session = session
         self.instruction = self._runner.instruction
         epoch = self._epochs.begin(cause)
@@ -156,6 +157,7 @@ class Decider:
         origin = ChunkOrigin(
             self.session, capsule, epoch, instruction, observation.oldest_stamp_ns, start_ns, steady_ns
         )
+        self._mark_used(observation, start_ns)
         try:
             actions = self._run(observation, instruction)
         except PromptError as error:
@@ -218,12 +220,13 @@ class Decider:
         steady_ns = time.monotonic_ns()
         latency_ns = steady_ns - observation.newest_frame_ns(self._runner.policy.views)
         self.tally.count_published(steady_ns, latency_ns, session_ns)
-        now_ns = self._hooks.clock()
+        self.stall.published()
+        self._note("")
+
+    def _mark_used(self, observation: Observation, now_ns: int) -> None:
         for name, received in observation.received.items():
             self.streams[name].mark_used(received, now_ns - observation.stamps_ns[name])
         self.streams[INSTRUCTION].mark_newest_used()
-        self.stall.published()
-        self._note("")
 
     # -- what did not become a chunk --------------------------------------------------------------------------------
 

@@ -68,6 +68,10 @@ class Observer:
         self._in_window.clear()
         self._parsed.clear()
 
+    def windows_changed(self) -> None:
+        """The windows, or what was computed from them, may be of other frames: the newest ones must be copied again."""
+        self._in_window.clear()
+
     def filled(self, view: str, received: Received) -> None:
         """The window of `view` now holds the frame of `received`."""
         self._in_window[view] = received

@@ -165,9 +165,13 @@ class Stream:
     def mark_used(self, received: Received, age_ns: int) -> None:
         """Count `received` as used by a decision, `age_ns` after its stamp."""
         self.ages.add(age_ns / 1e9)
-        if received.serial != self._used_serial:
+        with self._arrival.condition:
+            if received.serial == self._used_serial:
+                return
             self._used_serial = received.serial
             self.used += 1
+            if self.newest is not received and self.overwritten:  # replaced since the decision looked
+                self.overwritten -= 1
 
     def refuse(self, cause: int, text: str) -> None:
         """Count a refusal of the newest message."""
@@ -180,12 +184,11 @@ class Stream:
 
     def _receive(self, raw: bytes) -> None:
         steady_ns = time.monotonic_ns()
-        before = self.newest
-        if before is not None and before.serial != self._used_serial:
-            self.overwritten += 1
         self.rate.tick(steady_ns)
         received = Received(raw, steady_ns, self.rate.total)
         with self._arrival.condition:
+            if self.newest is not None and self.newest.serial != self._used_serial:
+                self.overwritten += 1
             self.newest = received
             self._arrival.condition.notify_all()
         self._arrival.hand_over()

@@ -89,9 +89,14 @@ class Robot:
         if self._thread.is_alive():
             self._thread.join(5)
 
+    @property
+    def listeners(self) -> int:
+        """Who listens for instructions."""
+        return int(self._instruction.get_subscription_count())
+
     def tell(self, instruction: str, listeners: int = 1) -> None:
         """Publish an instruction, once somebody listens."""
-        wait_until(lambda: self._instruction.get_subscription_count() >= listeners, "a listener for instructions")
+        wait_until(lambda: self.listeners >= listeners, "a listener for instructions")
         self._instruction.publish(String(data=instruction))
 
     def _run(self) -> None:

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from rich.console import Console
 
 from flashrt_ros.node.demo.errors import DemoError
+from flashrt_ros.node.demo.live import LiveLine, live_text, result_table
 from flashrt_ros.node.demo.network import DOMAINS, own_domain
 from flashrt_ros.node.demo.photographs import MovingCrop, load_photograph
 from flashrt_ros.node.demo.processes import Processes
@@ -138,6 +141,46 @@ def test_shared_memory_is_kept_while_a_process_uses_it() -> None:
         assert not path.exists()
     finally:
         path.unlink(missing_ok=True)
+
+
+# --- The terminal
+
+
+def test_the_live_line_tells_rate_latency_ages_and_instruction() -> None:
+    recording = make_recording([make_chunk(index) for index in range(20)])
+    text = live_text(recording, recording.chunks[-1].arrival, 4.0)
+    assert text.split("  ·  ") == [
+        " 2.0/4 s", "10.3 chunks/s", "latency  50 ms", "age  70 ms", 'epoch 2 "stroke the cat"', "inputs front 20 ms",
+    ]  # fmt: skip
+
+
+def test_before_the_first_chunk_the_live_line_tells_what_the_node_waits_for() -> None:
+    recording = Recording()
+    assert live_text(recording, 0, 4.0).startswith("starting")
+    recording.status = make_status(state="inactive", reason="activate it")
+    assert live_text(recording, 0, 4.0) == "policy node inactive: activate it"
+
+
+@pytest.mark.parametrize(("terminal", "lines"), [(True, 1), (False, 3)])
+def test_the_live_line_is_rewritten_on_a_terminal_and_repeated_in_a_log(terminal: bool, lines: int) -> None:
+    console = Console(file=StringIO(), force_terminal=terminal, width=80)
+    with LiveLine(console) as line:
+        for second in range(3):
+            line.show(f"second {second}", float(second))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert text.count("\n") == lines
+    assert "second 2" in text
+
+
+def test_the_table_tells_why_something_was_refused() -> None:
+    recording = make_recording([make_chunk(index) for index in range(20)])
+    console = Console(file=StringIO(), width=120)
+    console.print(result_table(recording, summarise(recording), {"report": Path("report.png")}))
+    assert isinstance(console.file, StringIO)
+    text = console.file.getvalue()
+    assert "2 × front: too old" in text
+    assert "report.png" in text
 
 
 # --- Summary and picture

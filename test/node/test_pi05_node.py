@@ -16,6 +16,7 @@ from flashrt_ros.policies.pi05.lerobot_writer import write_checkpoint
 from flashrt_ros.policies.pi05.presets import PRESETS, SEEDED_PRESETS
 from flashrt_ros.policies.pi05.seeded import seeded_tensors
 from flashrt_ros.policies.pixels import PixelOrder
+from flashrt_ros.srv import Restore, Snapshot
 from test.node.rig import Rig, record_chunks, record_errors, record_status
 from test.node.robot import Robot, image_message
 from test.sources import ROOT
@@ -107,6 +108,29 @@ def test_an_unchanged_picture_is_not_copied_again_and_its_stage_not_replayed(rig
     replays = {s.name: (b.replays, s.replays) for b, s in zip(before.stages, after.stages, strict=True)}
     assert replays["action"][1] > replays["action"][0]
     assert replays["context"][1] == replays["context"][0]
+
+
+def test_after_a_restore_the_frames_are_copied_again_although_no_new_one_came(rig: Rig) -> None:
+    """What a capsule brought back was computed from its own frames, and a chunk must not pass it off as the newest."""
+    robot = arm(rig)
+    chunks, statuses = record_chunks(rig), record_status(rig)
+    node = tiny_node(rig, {"max_age": 60.0, "rate_hz": 20.0})
+    assert node.transition("configure")
+    assert node.transition("activate")
+    chunks.next(timeout=60)
+    assert rig.call(Snapshot, "snapshot", Snapshot.Request(name="early", replace=True)).result.cause == 0
+    for view, pixels in PICTURES.items():
+        robot.sensors[view].message = image_message(255 - pixels)
+    chunks.next(3, timeout=60)
+    robot.stop()
+    last = chunks.next(3, timeout=60)[-1]
+    before = statuses.next()[0]
+    assert rig.call(Restore, "restore", Restore.Request(name="early")).result.cause == 0
+    after = chunks.wait_for(lambda m: m.capsule == "early", "a chunk that continues from the capsule")
+    assert after.oldest_observation_stamp == last.oldest_observation_stamp
+    status = statuses.wait_for(lambda m: m.epoch == after.epoch and m.chunks_published > before.chunks_published, "it")
+    replays = {s.name: s.replays - b.replays for b, s in zip(before.stages, status.stages, strict=True)}
+    assert replays["context"] >= 1
 
 
 def test_nan_in_the_weights_drops_every_chunk(rig: Rig, tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ def test_an_instruction_published_the_moment_the_node_listens_is_followed(rig: R
     chunks = record_chunks(rig)
     node = rig.policy({**PROBE, "instruction": ""})
     for attempt in range(4):
+        wait_until(lambda: robot.listeners == 0, "the subscription of before is gone")
         rig.in_background(lambda text=f"attempt {attempt}": robot.tell(text))  # type: ignore[misc]
         assert node.transition("configure")
         assert node.transition("activate")

@@ -69,9 +69,8 @@ def _progress(recording: Recording, now: int, seconds: float) -> str:
         f"{recording.recent_rate(now):4.1f} chunks/s",
         f"latency {chunk.latency * 1e3:3.0f} ms",
         f"age {chunk.age * 1e3:3.0f} ms",
-        *(_input_ages(status) if status else ()),
-        f"epoch {chunk.epoch}",
-        f'"{chunk.instruction}"',
+        f'epoch {chunk.epoch} "{chunk.instruction}"',
+        *(_input_ages(status) if status else ()),  # last, because a narrow terminal cuts the line off
     ]
     return "  ·  ".join(parts)
 
