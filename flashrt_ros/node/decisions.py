@@ -157,16 +157,25 @@ class Decider:
         origin = ChunkOrigin(
             self.session, capsule, epoch, instruction, observation.oldest_stamp_ns, start_ns, steady_ns
         )
-        self._mark_used(observation, start_ns)
+        told = self.streams[INSTRUCTION].newest
+        self._act(observation, origin)
+        # Counted last, since everything before the chunk has left delays it.
+        for name, received in observation.received.items():
+            self.streams[name].mark_used(received, start_ns - observation.stamps_ns[name])
+        if told is not None:
+            self.streams[INSTRUCTION].mark_used(told)
+
+    def _act(self, observation: Observation, origin: ChunkOrigin) -> None:
+        """Replay, check and publish; every way out is counted."""
         try:
-            actions = self._run(observation, instruction)
+            actions = self._run(observation, origin.instruction)
         except PromptError as error:
             self.streams[INSTRUCTION].refuse(Cause.BAD_INSTRUCTION, str(error))
-            return self._without_observation(f"instruction '{instruction}': {error}")
+            return self._without_observation(f"instruction '{origin.instruction}': {error}")
         except Exception as error:
             self._broke_off(error)
             return self._stalling(origin, observation.measured)
-        session_ns = time.monotonic_ns() - steady_ns
+        session_ns = time.monotonic_ns() - origin.start_steady_ns
         chunk = self._gate.judge(actions, observation.measured)
         refusal = chunk if isinstance(chunk, ChunkRefusal) else self._publish(chunk, origin)
         if refusal is None:
@@ -222,11 +231,6 @@ class Decider:
         self.tally.count_published(steady_ns, latency_ns, session_ns)
         self.stall.published()
         self._note("")
-
-    def _mark_used(self, observation: Observation, now_ns: int) -> None:
-        for name, received in observation.received.items():
-            self.streams[name].mark_used(received, now_ns - observation.stamps_ns[name])
-        self.streams[INSTRUCTION].mark_newest_used()
 
     # -- what did not become a chunk --------------------------------------------------------------------------------
 

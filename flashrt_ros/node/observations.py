@@ -58,6 +58,8 @@ class Observer:
         owner = f"policy '{policy.name}'"
         self._state = StateReader(policy.state_names, owner) if policy.state_names else None
         self._measured = StateReader(measured_names, "the check of the chunks") if measured_names else None
+        # The usual case, in which each joint state is read once.
+        self._same_joints = tuple(measured_names) == tuple(policy.state_names)
         self._parsed: dict[str, tuple[Received, Message]] = {}
         self._in_window: dict[str, Received] = {}
         self._refused: set[str] = set()
@@ -110,7 +112,9 @@ class Observer:
             frames = {
                 view: self._frame(view) for view in self._views if received[view] is not self._in_window.get(view)
             }
-            return Observation(frames, received, stamps, self._read(self._state), self._read(self._measured))
+            state = self._read(self._state)
+            measured = state if self._same_joints else self._read(self._measured)
+            return Observation(frames, received, stamps, state, measured)
         except _Refused as refused:
             return str(refused)
 

@@ -13,7 +13,8 @@ from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from ..contract import Rate
 from ..engine import Tier
 from ..msg import EngineStatus, KernelStatus, StageStatus
-from ..policies import PolicyRunner
+from ..ops.report import KernelReport
+from ..policies import Policy, PolicyRunner
 from .capsule_desk import CapsuleDesk
 from .decisions import Decider
 from .diagnostics import diagnostics
@@ -103,8 +104,13 @@ def _plan_fields(runner: PolicyRunner) -> dict[str, object]:
         "precision": identity.precision,
         "device": torch.cuda.get_device_name(device) if on_gpu else str(device),
         "ingest_path": "pinned" if on_gpu else "host",
-        "kernels": [KernelStatus(op="all", kernel=identity.kernels)],
+        "kernels": _kernels(policy),
     }
+
+
+def _kernels(policy: Policy) -> list[KernelStatus]:
+    reports = policy.kernel_reports or (KernelReport("all"),)
+    return [KernelStatus(op=r.op, kernel=r.kernel, fallback=r.fallback, reason=r.reason) for r in reports]
 
 
 def _decisions(subject: Subject) -> dict[str, object]:

@@ -156,15 +156,10 @@ class Stream:
         self.newest = None
         self.last_refusal = None
 
-    def mark_newest_used(self) -> None:
-        """Count the newest message as used, for a type without a stamp."""
-        if self.newest is not None and self.newest.serial != self._used_serial:
-            self._used_serial = self.newest.serial
-            self.used += 1
-
-    def mark_used(self, received: Received, age_ns: int) -> None:
-        """Count `received` as used by a decision, `age_ns` after its stamp."""
-        self.ages.add(age_ns / 1e9)
+    def mark_used(self, received: Received, age_ns: int | None = None) -> None:
+        """Count `received` as used by a decision, `age_ns` after its stamp if it has one."""
+        if age_ns is not None:
+            self.ages.add(age_ns / 1e9)
         with self._arrival.condition:
             if received.serial == self._used_serial:
                 return

@@ -44,7 +44,9 @@ def _letterbox(pixels: Tensor, pixel_format: Tensor, size: int) -> Tensor:
     """float32[3, size, size] between -1 and 1."""
     height, width, channels, order = pixel_format.unbind()
     # 64-bit, and truncated: the resized size must be the integer that Python's float division gives.
-    ratio = torch.maximum(height.double() / size, width.double() / size).clamp(min=1 / size)
+    # The divisor is a tensor because CUDA multiplies by the reciprocal of a number, which may be one pixel off.
+    side = torch.full_like(height, size, dtype=torch.float64)
+    ratio = torch.maximum(height.double() / side, width.double() / side).clamp(min=1 / size)
     top, bottom, weight_y, inside_y = _axis(height, ratio, size)
     left, right, weight_x, inside_x = _axis(width, ratio, size)
     offsets = _channel_offsets(channels, order)

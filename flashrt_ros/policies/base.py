@@ -9,6 +9,7 @@ import numpy as np
 
 from ..contract import Contract
 from ..engine import Session, StageBody
+from ..ops.report import KernelReport
 
 
 class PolicyError(ValueError):
@@ -65,6 +66,10 @@ class Policy(Protocol):
     @property
     def action_names(self) -> tuple[str, ...]:
         """Joints of an action, in the policy's order."""
+
+    @property
+    def kernel_reports(self) -> tuple[KernelReport, ...]:
+        """What runs in which part, and why not the faster kernel; empty where nothing faster exists."""
 
     @property
     def chunk(self) -> int:

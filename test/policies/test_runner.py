@@ -42,6 +42,7 @@ class MeanPolicy:
     action_names = ("a", "b")
     chunk = 3
     action_dt = 0.1
+    kernel_reports = ()
 
     def __init__(self) -> None:
         images = tuple(

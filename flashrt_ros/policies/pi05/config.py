@@ -30,6 +30,8 @@ class Pi05Config:
     plan: str = "split"  # "split": context and action are two graphs; "full": one graph
     dtype: str = "bfloat16"
     steps: int = 10  # Euler steps from noise to actions
+    fused: bool = True  # on a GPU: run the parts whose kernels pass their self-test; false: PyTorch references only
+    overlap: bool = True  # on a GPU: let a kernel begin while the one in front of it ends; never changes a bit
     prompt_buckets: tuple[int, ...] = (48, 96, 200)  # prompt lengths that are captured, in tokens, ascending
     max_pixels: int = 1920 * 1080  # largest height * width of a camera frame
 

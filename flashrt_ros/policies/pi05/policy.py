@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from ...contract import Contract, Identity
 from ...engine import Session, StageBody
 from ...ops import OpTable, reference_ops
 from ...ops.embed import ABSENT
+from ...ops.report import KernelReport
 from .config import Pi05Config
 from .plan import build_contract, variant_name
 from .processor import Pi05Processor
@@ -22,13 +23,18 @@ from .weights import Pi05Weights
 
 @dataclass(frozen=True)
 class Pi05Policy:
-    """One π0.5 model, ready to run. See `Policy` for the meaning of each part."""
+    """One π0.5 model, ready to run. See `Policy` for the meaning of each part.
+
+    `parts` are the pieces of a decision, in their order: "vision", "prefix" and "expert".
+    """
 
     config: Pi05Config
     checkpoint: str
     contract: Contract
     bodies: Mapping[str, StageBody]
     processor: Pi05Processor
+    parts: Mapping[str, StageBody]
+    kernel_reports: tuple[KernelReport, ...] = ()
     name: str = "pi05"
 
     @property
@@ -99,12 +105,11 @@ def assemble(
         ops: implementations to call; the PyTorch references by default.
     """
     table = ops or reference_ops()
-    kernels = ",".join(table.replaced()) or "reference"
     identity = Identity(
         policy="pi05",
         weights=_model_digest(weights_digest, config),
         precision=config.dtype,
-        kernels=kernels,
+        kernels=",".join(table.replaced()) or "reference",
         views=config.views,
         chunk=config.chunk,
         horizon=config.chunk,
@@ -112,9 +117,15 @@ def assemble(
         normalisation=processor.digest(),
         architecture=_architecture(device),
     )
-    return Pi05Policy(
-        config, checkpoint, build_contract(config, identity), Pi05Stages(config, weights, table).bodies(), processor
-    )
+    contract = build_contract(config, identity)
+    if device.type == "cpu" or not config.fused:
+        stages: Pi05Stages = Pi05Stages(config, weights, table)
+        return Pi05Policy(config, checkpoint, contract, stages.bodies(), processor, stages.parts())
+    from .cuda_plan import choose_stages, kernel_identity
+
+    stages, reports = choose_stages(config, weights, table, contract, device, overlap=config.overlap)
+    contract = replace(contract, identity=replace(identity, kernels=kernel_identity(reports, identity.kernels)))
+    return Pi05Policy(config, checkpoint, contract, stages.bodies(), processor, stages.parts(), reports)
 
 
 # What weights mean beyond their shapes, and what no buffer's shape shows.

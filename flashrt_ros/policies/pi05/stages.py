@@ -36,6 +36,10 @@ class Pi05Stages:
             return {**prepare, "full": self.full}
         return {**prepare, "context": self.context, "action": self.action}
 
+    def parts(self) -> dict[str, StageBody]:
+        """The pieces of a decision, in their order, for whoever measures each one on its own."""
+        return {"vision": self.vision, "prefix": self.prefix, "expert": self.action}
+
     def checkpoint(self, arena: Arena, variant: Variant) -> None:
         """Time embeddings → every modulation of every step; positions → rotary table."""
         time, table = self._weights.time, arena["modulation"]
@@ -60,7 +64,15 @@ class Pi05Stages:
 
     def context(self, arena: Arena, variant: Variant) -> None:
         """Pixels and prompt → keys and values of the prefix."""
+        self.vision(arena, variant)
+        self.prefix(arena, variant)
+
+    def vision(self, arena: Arena, variant: Variant) -> None:
+        """Pixels → the image rows of the prefix."""
         encode_views(self._ops, self._config, self._weights.vision, arena)
+
+    def prefix(self, arena: Arena, variant: Variant) -> None:
+        """Image rows and prompt → keys and values of the prefix."""
         encode_prefix(self._ops, self._config, self._weights.prefix, arena, variant.dims["prefix"])
 
     def action(self, arena: Arena, variant: Variant) -> None:

@@ -54,6 +54,7 @@ class ProbePolicy:
     """The policy; see the module's text."""
 
     name = "probe"
+    kernel_reports = ()
 
     def __init__(self, config: ProbeConfig) -> None:
         self.config = config

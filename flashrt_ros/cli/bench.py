@@ -1,0 +1,118 @@
+"""`flashrt bench`: how fast, and against what."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .main import CommandError
+from .measured import add_weights_arguments, cases, read_report, weights_settings
+
+if TYPE_CHECKING:
+    from ..measure.pi05.bench import Options
+
+NAME = "bench"
+HELP = "time a policy whole and in parts, beside LeRobot and plain PyTorch in the same run"
+_ALL = "lerobot_eager,lerobot_compiled,plain_graph,plain_compiled_layer_graph"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the policy, the configurations, the baselines and the protocol."""
+    parser.add_argument("policy", choices=("pi05",), help="which policy")
+    add_weights_arguments(parser)
+    parser.add_argument(
+        "--cases", type=cases, default=[(None, None)], metavar="VxC,…", help="views x chunk, such as 2x10,3x50"
+    )
+    parser.add_argument("--tokens", type=int, help="prompt tokens, exactly (default: the longest prompt)")
+    parser.add_argument("--baselines", default="none", help=f"none, all, or some of {_ALL} (default: none)")
+    parser.add_argument("--mechanisms", action="store_true", help="also time overlap and reuse, off and on")
+    parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: 10)")
+    parser.add_argument("--calls", type=int, default=100, help="timed calls of a round, at most (default: 100)")
+    parser.add_argument("--turn-seconds", type=float, default=1.0, help="of a slow candidate's turn (default: 1)")
+    parser.add_argument("--parity", type=Path, help="report of `flashrt verify` to put into the result")
+    parser.add_argument("--out", type=Path, help="result file; objects of the same configurations are replaced")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every case, print a table, write the result file after each."""
+    from ..engine import EngineError
+    from ..measure.errors import MeasureError
+    from ..measure.pi05.bench import bench
+    from ..measure.pi05.observations import photographs
+    from ..measure.pi05.subject import Case
+    from ..policies import PolicyError
+
+    results: list[dict[str, Any]] = []
+    try:
+        options, pictures, given = _options(args), photographs(args.images), weights_settings(args)
+        for views, chunk in args.cases:
+            with tempfile.TemporaryDirectory() as folder:
+                settings = Case(views, chunk, args.tokens).settings(given, Path(folder) / "checkpoint")
+                results.append(bench(settings, options, pictures, _say))
+            _save(args.out, results)
+    except (PolicyError, EngineError, MeasureError) as error:
+        raise CommandError(str(error)) from None
+    print(summary(results))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    from ..measure.pi05.baselines import BASELINES
+    from ..measure.pi05.bench import Options
+    from ..measure.rounds import Schedule
+
+    names = {"none": (), "all": BASELINES}.get(args.baselines, tuple(args.baselines.split(",")))
+    for name in names:
+        if name not in BASELINES:
+            raise CommandError(f"unknown baseline '{name}'; there are: {', '.join(BASELINES)}")
+    parity: Mapping[str, Any] | None = read_report(args.parity) if args.parity else None
+    schedule = Schedule(rounds=args.rounds, calls=args.calls, turn_s=args.turn_seconds)
+    return Options(args.device, schedule, names, args.mechanisms, parity)
+
+
+def _save(path: Path | None, results: list[dict[str, Any]]) -> None:
+    from ..measure.pi05.bench import merged
+
+    if path is None:
+        return
+    old = read_report(path) if path.is_file() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(merged(old, results), indent=2) + "\n")
+
+
+def summary(results: list[dict[str, Any]]) -> str:
+    """The results as tables."""
+    from ..measure.tables import table
+
+    rows = [
+        (_name(r), *r["replay_ms"].values(), *r["call_ms"].values(), *r["stage_ms"].values(), r["kernels"])
+        for r in results
+    ]
+    header = ("ms", "replay p50", "p95", "p99", "call p50", "p95", "p99", "vision", "prefix", "expert", "kernels")
+    parts = [table(header, rows)]
+    for r in results:
+        beside = [
+            (name, ms, r["speedup"][name], r["baseline_kernels"][name], r["baseline_cosine"][name])
+            for name, ms in r["baselines"].items()
+        ]
+        pairs = [(f"{name} off / on", off, off / on, None, None) for name, (off, on) in r["pairs"].items()]
+        if beside or pairs:
+            parts.append(table((_name(r), "ms", "times ours", "kernels", "cosine"), [*beside, *pairs]))
+        parts += [f"{name} off / on: not timed, {reason}" for name, reason in r["pairs_missing"].items()]
+        if r["gpu"]:
+            power, clock = r["gpu"].get("power_w", {}), r["gpu"].get("sm_mhz", {})
+            parts.append(f"GPU: median {power.get('median')} W (max {power.get('max')}), {clock.get('median')} MHz")
+    return "\n\n".join(parts)
+
+
+def _name(r: Mapping[str, Any]) -> str:
+    return f"{r['preset']} {r['device']} {r['views']} views, {r['tokens']} tokens, chunk {r['chunk']}, {r['tier']}"
+
+
+def _say(text: str) -> None:
+    print(f"bench: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""A trace as a picture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .errors import MeasureError
+from .trace import Span
+
+_LABELLED = 0.03  # kernels shorter than this part of the picture get no label
+_SHOWN = 34  # characters of a kernel's name
+
+
+def draw_layers(rows: Mapping[str, Sequence[Span]], path: Path) -> None:
+    """Write a PNG with one line of kernels for each row, each on its own time axis; matrix products stand out.
+
+    Raises MeasureError if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise MeasureError("the picture needs matplotlib; install it, or leave --png out") from None
+    figure = Figure(figsize=(13, 2.4 * len(rows)), layout="constrained")
+    for axes, (name, spans) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+        _draw(axes, spans)
+        axes.set_title(f"{name}: one layer, {len(spans)} kernels", loc="left", fontsize=9)
+    axes.set_xlabel("microseconds from the layer's first kernel (blue: matrix products)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+
+
+def _draw(axes: Any, spans: Sequence[Span]) -> None:
+    whole = max(span.end for span in spans) - spans[0].start
+    for span in spans:
+        left = span.start - spans[0].start
+        colour = "#3b6fb6" if span.is_gemm else "#d98c3f"
+        axes.barh(0, span.duration, 1.0, left, color=colour, edgecolor="white", linewidth=0.3)
+        if span.duration > _LABELLED * whole:
+            text = short_name(span.name)
+            axes.text(left + span.duration / 2, 0, text, ha="center", va="center", rotation=90, fontsize=6)
+    axes.set_yticks([])
+    axes.set_xlim(0, whole)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without return type, template arguments and parameters."""
+    bare = re.sub(r"<.*", "", name.replace("(anonymous namespace)", "").split("(")[0]).removeprefix("void ")
+    return bare.split("::")[-1][:_SHOWN] or name[:_SHOWN]

@@ -1,0 +1,114 @@
+"""Loaded kernels: found by source, sizes and device, launched on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .compiler import KernelSource, compiled
+from .errors import KernelError
+
+if TYPE_CHECKING:
+    from cuda.core import Kernel as DriverKernel
+
+Dim = int | tuple[int, ...]
+Argument = Tensor | int | float | None
+"""A tensor is passed as its address (None: a null pointer), an int as C int, a float as C float."""
+
+_ARCHITECTURE_SPECIFIC = (9, 0)  # from this compute capability on, kernels use instructions of one architecture ("a")
+
+
+def architecture(device: torch.device) -> str:
+    """The name that NVRTC compiles for on `device`, such as "sm_90a"."""
+    capability = torch.cuda.get_device_capability(device)
+    suffix = "a" if capability >= _ARCHITECTURE_SPECIFIC else ""
+    return f"sm_{capability[0]}{capability[1]}{suffix}"
+
+
+class Kernel:
+    """One function of one compiled source, on one device.
+
+    Args:
+        source: file and sizes.
+        function: its `extern "C"` name.
+        shared_bytes: dynamic shared memory of every launch.
+        device: where it will run.
+    """
+
+    def __init__(self, source: KernelSource, function: str, device: torch.device, shared_bytes: int = 0) -> None:
+        self.name = function
+        self.device = device
+        self.shared_bytes = shared_bytes
+        with torch.cuda.device(device):
+            self._kernel = _load(source, architecture(device), device.index or 0).get_kernel(function)
+            if shared_bytes:
+                self._allow_shared(shared_bytes)
+
+    def _allow_shared(self, nbytes: int) -> None:
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (result,) = driver.cuKernelSetAttribute(attribute, nbytes, self._kernel.handle, self.device.index or 0)
+        if int(result) != 0:
+            raise KernelError(f"{self.name}: this GPU gives a block no {nbytes} bytes of shared memory ({result.name})")
+
+    @property
+    def driver_kernel(self) -> DriverKernel:
+        """The loaded function, with its attributes and occupancy queries."""
+        return self._kernel
+
+    def launch(
+        self, grid: Dim, block: int, *arguments: Argument, cooperative: bool = False, overlap: bool = False
+    ) -> None:
+        """Enqueue one launch; it is recorded when the stream is being captured.
+
+        `cooperative` demands that all blocks are resident at once; `overlap` lets the launch begin before the kernel in
+        front of it ends (the source must have been compiled with OVERLAP=1, or it would not wait).
+        """
+        from cuda.core import LaunchConfig, launch
+
+        config = LaunchConfig(
+            grid=grid,
+            block=block,
+            shmem_size=self.shared_bytes,
+            is_cooperative=cooperative,
+            programmatic_stream_serialization=overlap,
+        )
+        launch(_current_stream(self.device), config, self._kernel, *(_converted(a) for a in arguments))
+
+
+def _converted(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if argument is None:
+        return 0
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+
+
+def _current_stream(device: torch.device) -> Any:
+    return _stream(torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int) -> Any:
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+@lru_cache(maxsize=256)
+def _load(source: KernelSource, arch: str, device_index: int) -> Any:
+    from cuda.core import Device, ObjectCode
+
+    Device(device_index).set_current()
+    return ObjectCode.from_cubin(compiled(source, arch), name=str(source))
+
+
+@lru_cache(maxsize=256)
+def kernel(source: KernelSource, function: str, device: torch.device, shared_bytes: int = 0) -> Kernel:
+    """The kernel `function` of `source`, loaded once for each device."""
+    return Kernel(source, function, device, shared_bytes)

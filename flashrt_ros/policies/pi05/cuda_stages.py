@@ -1,0 +1,156 @@
+"""The fused π0.5 pipeline for a GPU, in bfloat16: the same stages as `Pi05Stages`, the same buffers, fewer kernels.
+
+Large products go to cuBLASLt, attention of vision and prefix to cuDNN and FlashAttention; what stands between them is
+fused. Residual additions ride on the norm behind them or on the product's accumulation, RMS norms on the step behind
+the product. The expert is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...contract import Variant
+from ...ops import OpTable
+from ...ops.cuda import rows as kernels
+from ...ops.cuda.attention import PrefixAttention, image_attention
+from ...ops.cuda.expert import ExpertKernel, ExpertScratch, pack
+from ...ops.cuda.expert import ExpertWeights as PackedExpert
+from .config import Pi05Config
+from .plan import image_buffer
+from .stages import Pi05Stages
+from .weights import Dense, ExpertWeights, GemmaLayer, Pi05Weights, VisionLayer
+
+Arena = Mapping[str, Tensor]
+
+_ALIGNED = 8  # bfloat16 values of a row that cuBLASLt wants to be whole 16-byte groups
+
+
+class CudaStages(Pi05Stages):
+    """Bodies for the same contract, fused. Everything that does not fit is refused when this is built.
+
+    Args:
+        persistent: the expert as one launch, otherwise phase by phase; equal bits.
+        overlap: programmatic overlap of the launches between products; equal bits.
+    """
+
+    def __init__(
+        self,
+        config: Pi05Config,
+        weights: Pi05Weights,
+        ops: OpTable,
+        *,
+        persistent: bool = True,
+        overlap: bool = False,
+    ) -> None:
+        super().__init__(config, weights, ops)
+        self._device = weights.vision.patch.device
+        self._overlap = overlap
+        self._patch = _padded(weights.vision.patch)
+        self._patches = torch.zeros(config.image_rows, self._patch.shape[1], dtype=torch.bfloat16, device=self._device)
+        rows = [config.image_rows + bucket for bucket in config.prompt_buckets]
+        self._attention = {count: PrefixAttention(count, self._device) for count in rows}
+        self._scratch = ExpertScratch.allocate(config.chunk, self._device)
+        packed = _pack_expert(weights.expert)
+        self._expert = ExpertKernel(packed, config.chunk, config.steps, persistent=persistent, overlap=overlap)
+
+    # -- vision --------------------------------------------------------------------------------------------------------
+
+    def vision(self, arena: Arena, variant: Variant) -> None:
+        """Pixels → the image rows of the prefix."""
+        config, weights = self._config, self._weights.vision
+        patches = self._patches.view(len(config.views), config.patches, -1)
+        for index, view in enumerate(config.views):
+            kernels.pixels_to_patches(
+                arena[image_buffer(view)], arena["image_format"][index], patch=config.patch_size, out=patches[index]
+            )
+        residual, normed = arena["vision_residual"], arena["vision_normed"]
+        torch.addmm(weights.position, self._patches, self._patch.t(), out=residual)
+        branch: Tensor | None = None
+        for layer in weights.layers:
+            branch = self._vision_layer(layer, arena, branch)
+        self._layer_norm(arena, weights.norm, branch)
+        image_rows = arena["prefix_residual"][: config.image_rows]
+        torch.addmm(weights.projector.bias, normed, weights.projector.weight.t(), out=image_rows)
+
+    def _vision_layer(self, layer: VisionLayer, arena: Arena, branch: Tensor | None) -> Tensor:
+        """Run one layer; return what is still to be added to the residual."""
+        normed, qkv, hidden, added = (arena[f"vision_{name}"] for name in ("normed", "qkv", "hidden", "attention"))
+        self._layer_norm(arena, layer.norm1, branch)
+        torch.addmm(layer.qkv.bias, normed, layer.qkv.weight.t(), out=qkv)
+        mixed = image_attention(qkv, images=len(self._config.views), heads=self._config.vision_heads)
+        torch.addmm(layer.output.bias, mixed, layer.output.weight.t(), out=added)
+        self._layer_norm(arena, layer.norm2, added)
+        torch._addmm_activation(layer.up.bias, normed, layer.up.weight.t(), use_gelu=True, out=hidden)
+        torch.addmm(layer.down.bias, hidden, layer.down.weight.t(), out=added)
+        return added
+
+    def _layer_norm(self, arena: Arena, norm: Dense, branch: Tensor | None) -> None:
+        kernels.layer_norm(
+            arena["vision_residual"], norm.weight, norm.bias, eps=self._config.eps, out=arena["vision_normed"],
+            branch=branch, overlap=self._overlap,
+        )  # fmt: skip
+
+    # -- prefix --------------------------------------------------------------------------------------------------------
+
+    def prefix(self, arena: Arena, variant: Variant) -> None:
+        """Image rows and prompt rows → keys and values of every layer."""
+        config, weights, rows = self._config, self._weights.prefix, variant.dims["prefix"]
+        residual = arena["prefix_residual"][:rows]
+        residual[config.image_rows :].copy_(arena["prompt_embedding"][: rows - config.image_rows])
+        attention = self._attention[rows]
+        attention.set_valid(arena["prefix_rows"])
+        key_value = arena["key_value"][:, :, :rows].unsqueeze(3)
+        for layer, (key, value) in zip(weights.layers, key_value, strict=False):
+            self._prefix_layer(layer, arena, attention, key, value)
+        last = arena["prefix_qkv"].flatten()[: rows * 2 * config.key_width].view(rows, -1)
+        torch.mm(residual, weights.last_key_value.t(), out=last)
+        self._write_qkv(arena, last, None, key_value[-1][0], key_value[-1][1])
+
+    def _prefix_layer(
+        self, layer: GemmaLayer, arena: Arena, attention: PrefixAttention, key: Tensor, value: Tensor
+    ) -> None:
+        config, rows = self._config, attention.rows
+        residual, qkv = arena["prefix_residual"][:rows], arena["prefix_qkv"][:rows]
+        gate_up, hidden = arena["prefix_gate_up"][:rows], arena["prefix_hidden"][:rows]
+        query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
+        torch.mm(residual, layer.qkv.t(), out=qkv)
+        self._write_qkv(arena, qkv, query, key, value)
+        residual.addmm_(attention(query, key, value), layer.output.t())
+        torch.mm(residual, layer.gate_up.t(), out=gate_up)
+        kernels.geglu(gate_up, out=hidden, residual=residual, eps=config.eps, overlap=self._overlap)
+        residual.addmm_(hidden, layer.down.t())
+
+    def _write_qkv(self, arena: Arena, qkv: Tensor, query: Tensor | None, key: Tensor, value: Tensor) -> None:
+        rows = qkv.shape[0]
+        kernels.split_rope_write(
+            qkv, arena["rope"][:rows], query=query, key=key, value=value, residual=arena["prefix_residual"][:rows],
+            eps=self._config.eps, overlap=self._overlap,
+        )  # fmt: skip
+
+    # -- expert --------------------------------------------------------------------------------------------------------
+
+    def action(self, arena: Arena, variant: Variant) -> None:
+        """Noise → actions, in `steps` Euler steps."""
+        key_value = arena["key_value"]
+        self._expert(
+            arena["modulation"], arena["chunk_rope"], key_value[:, 0], key_value[:, 1], arena["prefix_rows"],
+            arena["noise"], arena["actions"], self._scratch,
+        )  # fmt: skip
+
+
+def _padded(patch: Tensor) -> Tensor:
+    """The patch weights with rows of whole 16-byte groups."""
+    return torch.nn.functional.pad(patch, (0, -patch.shape[1] % _ALIGNED)).contiguous()
+
+
+def _pack_expert(weights: ExpertWeights) -> PackedExpert:
+    def stacked(name: str) -> Tensor:
+        return torch.stack([getattr(layer, name) for layer in weights.layers])
+
+    return pack(
+        stacked("qkv"), stacked("output"), stacked("gate_up"), stacked("down"),
+        (weights.enter.weight, weights.enter.bias), (weights.leave.weight, weights.leave.bias),
+    )  # fmt: skip
