@@ -149,9 +149,11 @@ class Decider:
         epoch, instruction = self._epochs.current, self.instruction
         observation = self._observe()
         if isinstance(observation, str):
-            return self._without_observation(observation)
+            self._without_observation(observation)
+            return
         if not instruction.strip():
-            return self._without_observation(_NO_INSTRUCTION)
+            self._without_observation(_NO_INSTRUCTION)
+            return
         start_ns, steady_ns = self._hooks.clock(), time.monotonic_ns()
         capsule = self._continued[1] if self._continued[0] == epoch else ""
         origin = ChunkOrigin(

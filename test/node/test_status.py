@@ -106,7 +106,7 @@ def test_the_status_tells_the_plan_and_how_it_fares(rig: Rig) -> None:
     front = status.streams[0]
     assert (front.name, front.topic, front.required, front.publishers) == ("front", "/front/image_raw", True, 1)
     assert front.received >= front.used + front.overwritten
-    assert front.used >= 5
+    assert front.used >= 4  # the frame of the newest chunk is counted right after that
     assert front.rate > 10
     assert 0 <= front.header_age < 1
     assert math.isnan(status.streams[-1].header_age)
