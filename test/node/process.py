@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ class NodeProcess:
 
     def __init__(self, rig: Rig, parameters: dict[str, Any] | None = None) -> None:
         self._rig = rig
+        self._segments: set[str] = set()
         arguments = ["--ros-args", "-r", "__node:=policy"]
         for name, value in {**PROBE, **(parameters or {})}.items():
             arguments += ["-p", f"{name}:={str(value).lower() if isinstance(value, bool) else value}"]
@@ -51,14 +50,15 @@ class NodeProcess:
 
     def end(self, number: int, limit: float) -> tuple[int, float, str]:
         """Send a signal and wait; exit code, seconds that it took, and all output."""
+        self._segments |= mapped_segments(self.process.pid)  # a process that leaves a thread behind leaves these too
         began = time.monotonic()
         self.process.send_signal(number)
         output, _ = self.process.communicate(timeout=limit)
         return self.process.returncode, time.monotonic() - began, output
 
     def _kill(self) -> None:
-        segments = mapped_segments(self.process.pid) if self.process.poll() is None else set()
         if self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGKILL)
+            self._segments |= mapped_segments(self.process.pid)
+            self.process.kill()
             self.process.communicate(timeout=10)
-        remove_segments(segments)
+        remove_segments(self._segments)

@@ -37,7 +37,10 @@ def seeded_source(config: Pi05Config) -> MemorySource:
 
 def missing_checkpoint(preset: str) -> str:
     """Text for a preset that was asked for without a checkpoint."""
-    return f"preset '{preset}' has no weights of its own; set 'checkpoint' to the folder of a trained model"
+    return (
+        f"preset '{preset}' has no weights of its own; set 'checkpoint' to the folder of a trained model, "
+        f"or 'preset' to one with seeded weights: {', '.join(SEEDED_PRESETS)}"
+    )
 
 
 def seeded_tensors(config: Pi05Config, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

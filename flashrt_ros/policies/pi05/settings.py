@@ -39,7 +39,7 @@ def resolve(settings: Mapping[str, object]) -> Resolved:
         if name not in _KINDS:
             raise SettingsError(f"policy 'pi05': {unknown('setting', str(name), _KINDS)}")
     given = {name: coerced(name, _KINDS[name], value) for name, value in settings.items()}
-    preset = given.get("preset", "pi05_tiny")
+    preset = given.get("preset", "pi05")  # the true size: seeded weights run only where their preset is named
     if preset not in PRESETS:
         raise SettingsError(f"policy 'pi05': {unknown('preset', preset, PRESETS)}")
     values = {**PRESETS[preset], **given}

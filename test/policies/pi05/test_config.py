@@ -93,10 +93,10 @@ def test_a_typing_error_in_the_settings_is_named(settings: dict[str, object], me
         resolve(settings)
 
 
-def test_no_setting_at_all_is_the_tiny_preset() -> None:
-    resolved = resolve({})
-    assert resolved.config.preset == "pi05_tiny"
-    assert resolved.checkpoint is None
+@pytest.mark.parametrize("settings", [{}, {"chunk": 10}, {"preset": "pi05"}])
+def test_seeded_weights_run_only_where_their_preset_is_named(settings: dict[str, object]) -> None:
+    with pytest.raises(SettingsError, match="set 'checkpoint' .* or 'preset' to one with seeded weights: pi05_tiny"):
+        resolve(settings)
 
 
 def test_settings_change_a_preset() -> None:
