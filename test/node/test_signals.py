@@ -59,7 +59,7 @@ def test_table_a_signal_in_mid_replay_ends_with_code_0_after_the_replay(rig: Rig
     default_robot(rig).start()
     statuses = record_status(rig)
     node = NodeProcess(rig, {"autostart": True, "policy.delay": 0.5, "stop_timeout": STOP_TIMEOUT, "warmup": 0})
-    statuses.wait_for(lambda m: m.ticks_skipped > 0, "ticks find a replay under way", timeout=60)
+    statuses.wait_for(lambda m: m.ticks_skipped > 10, "ticks find a replay under way", timeout=60)
     code, _, output = node.end(number, limit=STOP_TIMEOUT + MARGIN)
     assert code == 0, output
     assert "leaving without it" not in output
@@ -70,7 +70,8 @@ def test_a_replay_that_outlasts_the_bound_is_left_behind(rig: Rig) -> None:
     default_robot(rig).start()
     statuses = record_status(rig)
     node = NodeProcess(rig, {"autostart": True, "policy.delay": 60.0, "stop_timeout": 0.5, "warmup": 0})
-    statuses.wait_for(lambda m: m.ticks_skipped > 0, "ticks find a replay under way", timeout=60)
+    # One skipped tick may have met a decision that found no image yet; a row of them met the replay.
+    statuses.wait_for(lambda m: m.ticks_skipped > 10, "ticks find a replay under way", timeout=60)
     code, seconds, output = node.end(signal.SIGINT, limit=0.5 + MARGIN)
     assert code == 0, output
     assert seconds < 0.5 + MARGIN
