@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .policy_node import PolicyNode
 
 _SPIN_S = 0.1
+# How long a thread may keep the interpreter's lock while another one wants it. Python's own 5 ms would delay a chunk
+# that is ready by as much, whenever the executor is putting a status together.
+_SWITCH_INTERVAL_S = 1e-3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before anything slow is imported, so that an early Ctrl-C is no traceback.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         node = _start(list(sys.argv if argv is None else argv))
     except ImportError as error:

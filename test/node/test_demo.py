@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 
-from flashrt_ros.node.demo.shared_memory import FOLDER, mapped_segments
+from flashrt_ros.node.demo.shared_memory import FOLDER, mapped_segments, remove_segments
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0  # seconds for anything to happen; the machine may be busy
@@ -81,20 +81,24 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def running_demo(out: Path, *arguments: str) -> Iterator[Demo]:
-    """A demo whose process is ended in any case."""
+    """A demo that is ended in any case, with all that it started, and whose shared memory is removed."""
     command = [sys.executable, "-m", "flashrt_ros.cli", "demo", "--out", str(out), *arguments]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=out.parent
     )
+    demo = Demo(process, out)
     try:
-        yield Demo(process, out)
+        yield demo
     finally:
+        segments = segments_of([process.pid, *demo.children().values()])
         process.kill()
         process.communicate()
+        eventually(lambda: not demo.children())
+        remove_segments(segments)
 
 
-def segments_of(pids: Iterator[int] | list[int]) -> set[str]:
+def segments_of(pids: list[int]) -> set[str]:
     return set().union(*(mapped_segments(pid) for pid in pids))
 
 
@@ -210,8 +214,11 @@ def test_a_child_that_is_killed_ends_the_demo_with_one_line(tmp_path: Path, vict
 def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
     with running_demo(tmp_path / "out", "--seconds", "600") as demo:
         demo.read_until("chunks/s")
+        segments = segments_of([demo.process.pid])
         demo.process.kill()
         eventually(lambda: demo.children() == {})
+        assert segments  # the children have removed their own, and nobody is left to remove the parent's
+        remove_segments(segments)
 
 
 def test_a_parameter_file_that_is_missing_is_named(tmp_path: Path) -> None:
