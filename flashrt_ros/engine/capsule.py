@@ -27,12 +27,17 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class SessionState:
-    """Everything about a session that is not in its regions."""
+    """Everything about a session that is not in its regions.
+
+    `unfilled` names the input windows that had to be filled before a stage might read them. They still have to be after
+    a restore, whatever they hold then.
+    """
 
     ledger: LedgerState
     extents: Mapping[str, int]
     generator: torch.Tensor
     notes: Mapping[str, str]
+    unfilled: frozenset[str]
 
 
 @dataclass

@@ -124,6 +124,7 @@ def _header(capsule: Capsule, payload: tuple[np.ndarray, ...]) -> bytes:
         "consumed": dict(ledger.consumed),
         "ran_for": dict(ledger.ran_for),
         "notes": dict(capsule.state.notes),
+        "unfilled": sorted(capsule.state.unfilled),
         "sha256": _digest(*payload),
         "sha256_piece_bytes": _PIECE,
     }
@@ -241,7 +242,13 @@ def _rebuild(
         raise CapsuleFileError(path, "sha256", "the payload was altered")
     consumed = {key: None if seen is None else tuple(seen) for key, seen in manifest["consumed"].items()}
     ledger = LedgerState(manifest["versions"], consumed, manifest["ran_for"], manifest["variant"], contents={})
-    state = SessionState(ledger, manifest["extents"], torch.from_numpy(generator), manifest["notes"])
+    state = SessionState(
+        ledger,
+        manifest["extents"],
+        torch.from_numpy(generator),
+        manifest["notes"],
+        frozenset(manifest["unfilled"]),
+    )
     return Capsule(
         name=name or manifest["name"],
         contract=contract,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from collections.abc import Set as AbstractSet
 
 import torch
 
@@ -58,35 +59,36 @@ class StateKeeper:
             self._layouts[key] = layout
         return layout
 
-    def save(self, layout: Layout, block: torch.Tensor) -> SessionState:
+    def save(self, layout: Layout, block: torch.Tensor, unfilled: AbstractSet[str]) -> SessionState:
         """Copy the live regions into `block` and return the rest of the state."""
         self._copier.gather(layout, block)
-        return self._state()
+        return self._state(unfilled)
 
     def new_parked(self) -> Parked:
         """An empty place for `park`, on the arena's device."""
         nbytes = live_layout(self._contract, self._arena.offsets, self._extents, reserve=True).nbytes
         return Parked(torch.empty(nbytes, dtype=torch.uint8, device=self._arena.storage.device))
 
-    def park(self, parked: Parked) -> None:
+    def park(self, parked: Parked, unfilled: AbstractSet[str]) -> None:
         """Save into `parked` what has changed since it was saved there last."""
         layout = self.layout(reserve=True)
         held = parked.state.ledger.contents if parked.state is not None else {}
         now = self._ledger.contents
         changed = [s for s in layout.segments if held.get(s.region.buffer) != now[s.region.buffer]]
         self._copier.gather(layout, parked.block, changed)
-        parked.state, parked.layout = self._state(), layout
+        parked.state, parked.layout = self._state(unfilled), layout
 
-    def _state(self) -> SessionState:
+    def _state(self, unfilled: AbstractSet[str]) -> SessionState:
         return SessionState(
             ledger=self._ledger.save(),
             extents=dict(self._extents),
             generator=self._generator.get_state(),
             notes=dict(self._notes),
+            unfilled=frozenset(unfilled),
         )
 
     def load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> set[str]:
-        """Bring a saved state back; returns the input windows that now hold something else than they did then."""
+        """Bring a saved state back; returns the input windows that do not hold what the state believes of them."""
         contents = self._ledger.contents
         present = {n for n in self._saved if contents[n] == state.ledger.contents.get(n)}
         differing = [s for s in layout.segments if s.region.buffer not in present]
@@ -99,7 +101,7 @@ class StateKeeper:
         self._notes.clear()
         self._notes.update(state.notes)
         foreign = self._ledger.load(state.ledger, restored=self._saved)
-        return foreign.intersection(self._inputs)
+        return foreign.intersection(self._inputs) | state.unfilled
 
     def unfilled(self, foreign: set[str]) -> set[str]:
         """Input windows that must be filled before a stage may read them."""

@@ -50,7 +50,7 @@ class StateSaving(ABC):
             layout = self._keeper.layout()
 
             def make(block: torch.Tensor, tier: Tier) -> Capsule:
-                state = self._keeper.save(layout, block)
+                state = self._keeper.save(layout, block, self._unfilled)
                 return Capsule(name, self.contract, state, layout, block, tier, description, keep)
 
             return self.capsules.add(name, layout.nbytes, make, replace=replace)
@@ -61,7 +61,7 @@ class StateSaving(ABC):
             self._require_configured()
             layout = self._keeper.layout()
             block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            state = self._keeper.save(layout, block)
+            state = self._keeper.save(layout, block, self._unfilled)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             return Capsule(
@@ -100,7 +100,7 @@ class StateSaving(ABC):
         """Save the live state into `parked`, copying only what changed since it was last saved there."""
         with self._exclusively("park"):
             self._require_configured()
-            self._keeper.park(parked)
+            self._keeper.park(parked, self._unfilled)
 
     def unpark(self, parked: Parked) -> None:
         """Go to the state that `parked` holds, copying only what differs."""

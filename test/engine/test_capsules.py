@@ -96,6 +96,29 @@ def test_a_stage_never_reads_an_image_that_the_capsule_did_not_see() -> None:
     np.testing.assert_array_equal(session.read("actions"), expected(image(3), tokens(1, 1, 1, 1), noise))
 
 
+def test_a_snapshot_of_a_session_that_awaits_a_window_still_awaits_it_after_a_restore() -> None:
+    origin, twin = acted(), acted()
+    origin.fill("tokens", tokens(0, 0, 0, 0))
+    origin.snapshot("first")
+    origin.fork("first", twin)  # the twin's own window still holds other tokens than its state believes
+    assert "tokens" in twin.unfilled
+    twin.snapshot("second")
+    twin.restore("second")
+    assert "tokens" in twin.unfilled
+    with pytest.raises(UnfilledWindowError, match="'prompt' needs windows .*: tokens"):
+        twin.act()
+
+
+def test_a_torn_window_is_still_torn_after_a_restore() -> None:
+    session = acted()
+    with pytest.raises(ZeroDivisionError), session.window("image") as view:
+        view[0] = 1 // 0
+    session.snapshot("torn")
+    session.restore("torn")
+    with pytest.raises(UnfilledWindowError, match="'context' needs windows .*: image"):
+        session.act()
+
+
 def test_an_image_that_is_still_the_same_needs_no_refill() -> None:
     session = acted()
     session.snapshot("here")

@@ -96,6 +96,14 @@ def test_a_capsule_outside_the_store_is_the_one_inside(folder: CapsuleFolder) ->
     assert continuation(session) == uninterrupted
 
 
+def test_windows_that_awaited_filling_still_do_after_loading(folder: CapsuleFolder) -> None:
+    session = acted()
+    with pytest.raises(ZeroDivisionError), session.window("image") as view:
+        view[0] = 1 // 0
+    folder.save(session.snapshot("torn"))
+    assert folder.load("torn").state.unfilled == {"image"}
+
+
 def test_windows_that_are_not_in_the_file_must_be_filled_again(folder: CapsuleFolder) -> None:
     saved(folder)
     session = acted()

@@ -87,6 +87,15 @@ def test_a_fork_begins_as_the_resident_session_is_and_goes_its_own_way() -> None
         assert continuation(session) != forked
 
 
+def test_a_session_that_awaits_a_window_still_awaits_it_when_its_turn_comes_again() -> None:
+    manager = manager_with("a")
+    with manager.use("a") as session, pytest.raises(ZeroDivisionError), session.window("image") as view:
+        view[0] = 1 // 0
+    manager.switch_to("main")
+    with manager.use("a") as session:
+        assert "image" in session.unfilled
+
+
 def test_a_session_with_its_own_buffers_needs_no_switch() -> None:
     manager = manager_with()
     manager.open("own", own_buffers=True)
@@ -242,4 +251,4 @@ class CapsuleMachine(RuleBasedStateMachine):
 
 
 TestRandomSequences = CapsuleMachine.TestCase
-TestRandomSequences.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestRandomSequences.settings = settings(max_examples=400, stateful_step_count=25, deadline=None)
