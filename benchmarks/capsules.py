@@ -1,12 +1,14 @@
 """What capsules cost, beside plain copies and plain files of the same bytes in the same run.
 
 Run: `python benchmarks/capsules.py --device cuda --checkpoint DIR` (writes benchmarks/results/h200_capsules.json on an
-H200, capsules_<device>.json elsewhere). Without a checkpoint the tiny preset is measured.
+H200, capsules_<device>.json elsewhere). Without a checkpoint the tiny preset is measured. A checkpoint is cut to
+`--views` and `--chunk`, and every prompt has exactly `--tokens` tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -20,44 +22,109 @@ import torch
 from _common import write_result
 
 from flashrt_ros.engine import CapsuleFolder, CapsuleStore, Session, resolve_device
+from flashrt_ros.measure.pi05.observations import random_tokens
+from flashrt_ros.measure.pi05.subject import Case
+from flashrt_ros.measure.tables import table
 from flashrt_ros.ops.region_copy import region_copy
-from flashrt_ros.policies import Policy, PolicyRunner, build_policy
+from flashrt_ros.policies import PolicyRunner
+from flashrt_ros.policies.pi05 import Pi05Policy, build
+from flashrt_ros.policies.pi05.processor import Pi05Processor, Prompt
 from flashrt_ros.policies.pixels import PixelOrder
 
-ROUNDS = 60
-WARM_UP = 10
+ROUNDS = 40
+WARM_UP = 8
 FRAMES = np.random.default_rng(1).integers(0, 256, (4, 480, 640, 3), np.uint8)
-TASKS = ("pick up the red cup and put it down", "open the drawer on the left side of the table")
+TASKS = ("the first task", "the second task")
 MIB = 1 << 20
+OPERATIONS = ("snapshot", "restore", "fork")
+WALL_BAR_US = 60.0
+_HOLD_CYCLES = 3_000_000  # of the GPU's clock, 1.5 ms or more: longer than the host needs to enqueue what is timed
+
+PROTOCOL = (
+    f"Medians of {ROUNDS} interleaved rounds after {WARM_UP}. Every call that is timed comes right after a whole "
+    "decision, as in use, with a device that has nothing left to do; `warm` calls follow each other instead. wall_us: "
+    "the host's clock until the device has finished; enqueue_us: until the call has returned; device_us: between "
+    "device events, in a run of its own whose queue is held until all is enqueued, so that no host time is in it. "
+    "launch_us: the prepared copy alone, without a session. rebuild and restore end with actions on the host."
+)
 
 
 class Clock:
-    """Times one call: on the device by events, and on the wall until the device has finished."""
+    """Times one call at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._on_gpu else []
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._stream = torch.cuda.current_stream(device)
 
-    def time(self, call: Callable[[], object]) -> tuple[float, float]:
-        """(device µs, wall µs); on a CPU both are the wall's."""
+    def host(self, call: Callable[[], object]) -> tuple[float, float]:
+        """(until `call` has returned, until the device has finished), in µs."""
         self.wait()
         start = time.perf_counter_ns()
-        if self._on_gpu:
-            self._events[0].record()
         call()
-        if self._on_gpu:
-            self._events[1].record()
+        returned = time.perf_counter_ns()
         self.wait()
-        wall = (time.perf_counter_ns() - start) / 1e3
-        return (self._events[0].elapsed_time(self._events[1]) * 1e3 if self._on_gpu else wall), wall
+        return (returned - start) / 1e3, (time.perf_counter_ns() - start) / 1e3
+
+    def device(self, call: Callable[[], object]) -> float:
+        """Time that the device works on `call`, in µs; on a CPU, where calls do their own work, the host's."""
+        if not self.on_gpu:
+            return self.host(call)[1]
+        torch.cuda._sleep(_HOLD_CYCLES)  # type: ignore[no-untyped-call]
+        self._begin.record(self._stream)
+        call()
+        self._end.record(self._stream)
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) * 1e3
 
     def wait(self) -> None:
         """Until the device has nothing left to do."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        if self.on_gpu:
+            self._stream.synchronize()
 
 
-def start(policy: Policy, device: str, tier: str) -> PolicyRunner:
+class Series:
+    """Times of one call, round by round; `before` brings everything into the state that the call needs."""
+
+    def __init__(self, clock: Clock, call: Callable[[], object], before: Callable[[], object]) -> None:
+        self._clock, self._call, self._before = clock, call, before
+        self._seen: dict[str, list[float]] = {"device_us": [], "wall_us": [], "enqueue_us": []}
+
+    def measure(self) -> None:
+        """One round: by the host's clock, then by the device's."""
+        self._before()
+        enqueue, wall = self._clock.host(self._call)
+        self._before()
+        for name, value in zip(self._seen, (self._clock.device(self._call), wall, enqueue), strict=True):
+            self._seen[name].append(value)
+
+    def medians(self) -> dict[str, float]:
+        """After the rounds of warming up."""
+        return {name: round(statistics.median(values[WARM_UP:]), 2) for name, values in self._seen.items()}
+
+
+class DrawnPrompts(Pi05Processor):
+    """Prompts of exactly so many tokens, drawn from the vocabulary by the instruction; no tokenizer is asked."""
+
+    def __init__(self, processor: Pi05Processor, policy: Pi05Policy) -> None:
+        vars(self).update(vars(processor))
+        length = policy.config.prompt_buckets[-1]
+        self._prompts = {
+            task: Prompt(task, random_tokens(policy.config, length, np.random.default_rng(seed)), length, length)
+            for seed, task in enumerate(TASKS)
+        }
+
+    def text(self, instruction: str, state: np.ndarray | None) -> str:
+        """The instruction as it is."""
+        return instruction
+
+    def prompt(self, text: str) -> Prompt:
+        """The tokens drawn for it."""
+        return self._prompts[text]
+
+
+def start(policy: Pi05Policy, device: str, tier: str) -> PolicyRunner:
     """A runner whose capsules go to `tier` ("gpu", "host", or "none": no store is made)."""
     resolved = resolve_device(device)
     sizes = {"gpu": (256 * MIB, MIB), "host": (0, 256 * MIB)}
@@ -70,90 +137,106 @@ def start(policy: Policy, device: str, tier: str) -> PolicyRunner:
     return runner
 
 
-def decide(runner: PolicyRunner, task: int, frame: int) -> None:
-    """One decision with new images."""
+def decide(runner: PolicyRunner, task: int, frame: int) -> tuple[str, ...]:
+    """One decision with new images; returns the stages that were replayed."""
     for view in runner.policy.views:
         runner.set_image(view, FRAMES[frame % len(FRAMES)], PixelOrder.RGB)
     runner.set_instruction(TASKS[task])
-    runner.decide()
+    return runner.decide().replayed
 
 
-def operations(policy: Policy, device: str, tier: str, clock: Clock) -> dict[str, Any]:
-    """Snapshot, restore and fork of one tier, each after a decision that changed what it copies."""
+def operations(policy: Pi05Policy, device: str, tier: str, clock: Clock) -> dict[str, Any]:
+    """Snapshot, restore and fork of one tier and one plain copy of the same bytes, each right after a decision."""
     origin, twin = start(policy, device, tier), start(policy, device, "none")
-    session = origin.session
-    times: dict[str, list[tuple[float, float]]] = {"snapshot": [], "restore": [], "fork": []}
+    session, frame = origin.session, iter(range(1_000_000))
     decide(origin, 0, 0)
-    for round_number in range(WARM_UP + ROUNDS):
-        decide(origin, 0, round_number)
-        times["snapshot"].append(clock.time(lambda: session.snapshot("a", replace=True)))
-        decide(origin, 0, round_number + 1)
-        times["restore"].append(clock.time(lambda: session.restore("a")))
-        decide(twin, 0, round_number)
-        times["fork"].append(clock.time(lambda: session.fork("a", twin.session)))
-    result = {name: _medians(values[WARM_UP:]) for name, values in times.items()}
-    result["bytes"] = session.capsules.get("a").nbytes
+    capsule = session.snapshot("a")
+    beside = torch.ones(capsule.nbytes, dtype=torch.uint8, device=session.device)
+    move = region_copy(device)(session.arena.storage, capsule.layout.segments)
+
+    def decided() -> None:
+        decide(origin, 0, next(frame))
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        return lambda: target.copy_(source, non_blocking=True)
+
+    out, back = copy(capsule.block, beside), copy(beside, capsule.block)
+    series = {
+        "copy_out": Series(clock, out, decided),
+        "snapshot": Series(clock, lambda: session.snapshot("a", replace=True), decided),
+        "copy_in": Series(clock, back, decided),
+        "restore": Series(clock, lambda: session.restore("a"), decided),
+        "fork": Series(clock, lambda: session.fork("a", twin.session), lambda: decide(twin, 0, next(frame))),
+        "launch": Series(clock, lambda: move(beside, True), decided),
+        "nothing": Series(clock, lambda: None, decided),
+    }
+    for _ in range(WARM_UP + ROUNDS):
+        for each in series.values():
+            each.measure()
+    warm = [clock.host(lambda: session.snapshot("a", replace=True)) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+    result: dict[str, Any] = {name: each.medians() for name, each in series.items()}
+    result["snapshot"]["warm_enqueue_us"], result["snapshot"]["warm_wall_us"] = (
+        round(statistics.median(column), 2) for column in zip(*warm, strict=True)
+    )
+    result["bytes"] = capsule.nbytes
     for runner in (origin, twin):
         runner.close()
     return result
 
 
-def copies(nbytes: int, device: torch.device, clock: Clock) -> dict[str, float]:
-    """One contiguous copy of `nbytes`: on the device, and between it and pinned host memory (µs on the device)."""
-    pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    one, two = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    pairs = {"copy_us": (two, one), "pinned_out_us": (pinned, one), "pinned_in_us": (one, pinned)}
-    result = {}
-    for name, (target, source) in pairs.items():
-        times = [
-            clock.time(lambda t=target, s=source: t.copy_(s, non_blocking=True))[0]  # type: ignore[misc]
-            for _ in range(WARM_UP + ROUNDS)
-        ]
-        result[name] = round(statistics.median(times[WARM_UP:]), 2)
-    return result
+def next_action(policy: Pi05Policy, device: str, clock: Clock) -> dict[str, Any]:
+    """Milliseconds to the next action after a switch of task: from its images and text, and from its capsule.
 
-
-def next_action(policy: Policy, device: str, clock: Clock) -> dict[str, float]:
-    """Milliseconds to the next action after a switch of task: from its images and text, and from its capsule."""
+    `action_ms` is one replay of the last stage alone, which a restore cannot save.
+    """
     runner = start(policy, device, "gpu")
+    session = runner.session
     for task in range(2):
         decide(runner, task, task)
-        runner.session.snapshot(f"task{task}")
-    times: dict[str, list[float]] = {"rebuild_ms": [], "restore_ms": []}
+        session.snapshot(f"task{task}")
+    replayed: dict[str, tuple[str, ...]] = {}
+    times: dict[str, list[float]] = {"rebuild_ms": [], "restore_ms": [], "action_ms": []}
+
+    def rebuild(task: int) -> None:
+        replayed["rebuild"] = decide(runner, task, task)
 
     def restore(task: int) -> None:
-        runner.session.restore(f"task{task}")
-        runner.decide()
+        session.restore(f"task{task}")
+        replayed["restore"] = runner.decide().replayed
 
-    for round_number in range(WARM_UP + ROUNDS):
-        task = round_number % 2
-        times["rebuild_ms"].append(clock.time(lambda task=task: decide(runner, task, task))[1] / 1e3)  # type: ignore[misc]
-        times["restore_ms"].append(clock.time(lambda task=task: restore(1 - task))[1] / 1e3)  # type: ignore[misc]
+    last = policy.contract.order[-1].name
+    for _ in range(WARM_UP + ROUNDS):  # each of them leaves the other's task
+        times["rebuild_ms"].append(clock.host(lambda: rebuild(0))[1] / 1e3)
+        times["restore_ms"].append(clock.host(lambda: restore(1))[1] / 1e3)
+        times["action_ms"].append(clock.host(lambda: session.replay(last))[1] / 1e3)
     runner.close()
-    return {name: round(statistics.median(values[WARM_UP:]), 3) for name, values in times.items()}
+    return {
+        **{name: round(statistics.median(values[WARM_UP:]), 3) for name, values in times.items()},
+        "replayed": replayed,
+    }
 
 
-def unused(policy: Policy, device: str, clock: Clock) -> list[float]:
+def unused(policy: Pi05Policy, device: str, clock: Clock) -> list[float]:
     """Milliseconds of a decision without and with a store that nobody uses, interleaved."""
     runners = [start(policy, device, "none"), start(policy, device, "gpu")]
     times: list[list[float]] = [[], []]
     for round_number in range(WARM_UP + ROUNDS):
         for runner, kept in zip(runners, times, strict=True):
-            kept.append(clock.time(lambda r=runner, n=round_number: decide(r, 0, n))[1] / 1e3)  # type: ignore[misc]
+            kept.append(clock.host(lambda r=runner, n=round_number: decide(r, 0, n))[1] / 1e3)  # type: ignore[misc]
     for runner in runners:
         runner.close()
     return [round(statistics.median(kept[WARM_UP:]), 3) for kept in times]
 
 
-def files(policy: Policy, device: str) -> dict[str, float]:
+def files(policy: Pi05Policy, device: str) -> dict[str, float]:
     """Milliseconds to save and load one capsule, and to write (with fsync) and read the same bytes plainly."""
     runner = start(policy, device, "host")
     decide(runner, 0, 0)
-    capsule = runner.session.snapshot("a")
-    times: dict[str, list[float]] = {n: [] for n in ("durable_save", "durable_load", "plain_write", "plain_read")}
+    capsule = runner.session.capture("a")
+    times: dict[str, list[float]] = {n: [] for n in ("durable_save", "plain_write", "durable_load", "plain_read")}
     with tempfile.TemporaryDirectory(dir=".") as name:
         folder, plain = CapsuleFolder(Path(name)), Path(name) / "plain"
-        data = capsule.block.cpu().numpy().tobytes()
+        data = capsule.host_bytes().numpy().tobytes()
 
         def write() -> None:
             with open(plain, "wb") as file:
@@ -176,47 +259,79 @@ def files(policy: Policy, device: str) -> dict[str, float]:
     return {f"{label}_ms": round(statistics.median(values[WARM_UP:]), 3) for label, values in times.items()}
 
 
-def _medians(values: list[tuple[float, float]]) -> dict[str, float]:
-    device, wall = zip(*values, strict=True)
-    return {"device_us": round(statistics.median(device), 2), "wall_us": round(statistics.median(wall), 2)}
+def bars(result: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """(what, measured, at most), for every figure that has a bar."""
+    copies, found = result["copies"], []
+    for name in OPERATIONS:
+        beside = "copy_out" if name == "snapshot" else "copy_in"
+        gpu, host = result[name]["gpu"], result[name]["host"]
+        found += [
+            (f"{name} gpu wall_us", gpu["wall_us"], WALL_BAR_US),
+            (f"{name} gpu device_us", gpu["device_us"], round(3 * copies["gpu"][beside]["device_us"], 2)),
+            (f"{name} host wall_us", host["wall_us"], round(1.5 * copies["host"][beside]["wall_us"], 2)),
+            (f"{name} host device_us", host["device_us"], round(1.5 * copies["host"][beside]["device_us"], 2)),
+        ]
+    return [
+        *found,
+        ("bytes", result["bytes"], 10_000_000),
+        ("restore_ms", result["restore_ms"], round(result["rebuild_ms"] / 2.5, 3)),
+        ("durable_save_ms", result["durable_save_ms"], round(1.5 * result["plain_write_ms"], 3)),
+        ("durable_load_ms", result["durable_load_ms"], round(1.5 * result["plain_read_ms"], 3)),
+    ]
+
+
+def measured(policy: Pi05Policy, device: str) -> dict[str, Any]:
+    """Every figure of the result."""
+    clock = Clock(resolve_device(device))
+    tiers = {tier: operations(policy, device, tier, clock) for tier in ("gpu", "host")}
+    return {
+        "bytes": tiers["gpu"]["bytes"],
+        "bytes_if_all_rows": sum(region.nbytes for region in policy.contract.regions),
+        "copy_us": tiers["gpu"]["copy_out"]["device_us"],
+        **{name: {tier: tiers[tier][name] for tier in tiers} for name in OPERATIONS},
+        "copies": {tier: {name: tiers[tier][name] for name in ("copy_out", "copy_in")} for tier in tiers},
+        "launch": tiers["gpu"]["launch"],
+        "nothing": tiers["gpu"]["nothing"],
+        **next_action(policy, device, clock),
+        **files(policy, device),
+        "decision_ms_store_off_on": unused(policy, device, clock),
+    }
 
 
 def main() -> None:
-    """Measure everything and write the result."""
+    """Measure everything, write the result, and print it beside the bars."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--checkpoint", default="", help="folder, as `flashrt make-checkpoint` writes it")
+    parser.add_argument("--views", type=int, default=2)
+    parser.add_argument("--chunk", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=14)
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, one setting of the policy")
     args = parser.parse_args()
     from flashrt_ros.cli.settings import policy_settings
 
-    settings = policy_settings(args.set)
-    if args.checkpoint:
-        settings = {"preset": "pi05", "checkpoint": args.checkpoint, **policy_settings(args.set or ["plan=split"])}
+    given = policy_settings(args.set or ["preset=pi05" if args.checkpoint else "preset=pi05_tiny"])
+    given = {"plan": "split", **given, **({"checkpoint": args.checkpoint} if args.checkpoint else {})}
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(args.views, args.chunk, args.tokens)
+        policy = build(case.settings(given, Path(folder) / "checkpoint"), args.device)
+        policy = dataclasses.replace(policy, processor=DrawnPrompts(policy.processor, policy))
+        result = measured(policy, args.device)
     device = resolve_device(args.device)
-    clock, policy = Clock(device), build_policy("pi05", settings, args.device)
-    tiers = {tier: operations(policy, args.device, tier, clock) for tier in ("gpu", "host")}
-    nbytes = tiers["gpu"].pop("bytes")
-    tiers["host"].pop("bytes")
-    result = {
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found = {
         "policy": policy.name,
         "checkpoint": "seeded weights of the true size" if args.checkpoint else policy.checkpoint,
         "views": len(policy.views),
-        "bytes": nbytes,
-        "bytes_if_all_rows": sum(region.nbytes for region in policy.contract.regions),
-        **copies(nbytes, device, clock),
-        **{name: {tier: tiers[tier][name] for tier in tiers} for name in ("snapshot", "restore", "fork")},
-        **next_action(policy, args.device, clock),
-        **files(policy, args.device),
-        "decision_ms_store_off_on": unused(policy, args.device, clock),
+        "chunk": policy.chunk,
+        "tokens": policy.config.prompt_buckets[-1],
+        **result,
+        "device": name,
     }
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    result["device"] = name
-    write_result(
-        "h200_capsules" if "H200" in name else f"capsules_{device.type}",
-        result,
-        protocol=f"medians of {ROUNDS} interleaved rounds after {WARM_UP}; wall: until the device has finished",
-    )
+    target = "h200_capsules" if "H200" in name else f"capsules_{device.type}"
+    write_result(target, found, PROTOCOL)
+    rows = [(what, value, most, "yes" if value <= most else "NO") for what, value, most in bars(result)]
+    print(table(("", "measured", "at most", "reached"), rows))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Everything that the committed results of one GPU are made of: parity, timing, profile, roofline.
 #
-#   OUT=results bash benchmarks/h200.sh [checkpoint] [verify] [profile] [bench] [lerobot] [full] [roofline]
+#   OUT=results bash benchmarks/h200.sh [checkpoint] [verify] [profile] [bench] [lerobot] [full] [roofline] [tiers]
 #
-# Without arguments all steps run in this order, about 16 minutes on an H200 with 16 cores (times below: estimates).
+# Without arguments all steps but the last run in this order, about 16 minutes on an H200 with 16 cores (times below: estimates).
 # What a step needs of an earlier one is kept in $WORK, so that steps can also run one by one.
 #   OUT       where the results are copied at the end, also of a run that broke off (default: benchmarks/results)
 #   WORK      checkpoint (8.3 GB), results so far, installed wheels (default: /tmp/flashrt)
 #   WHEELS    folder of wheels to install first, for a machine without a network (default: .whl, if it is there)
 #   CASES     views x chunk (default: 2x10,2x50,3x10,3x50)
+#   TIERS     precision tiers of the step `tiers` (default: 8-bit 4-bit-expert 4-bit), at the first case
 #   SETTINGS  more arguments for verify, bench and profile, such as "--set dtype=bfloat16"
 # A rehearsal without a GPU: DEVICE=cpu PRESET=pi05_tiny TOKENS=111 CASES=2x10
 set -euo pipefail
@@ -75,8 +76,17 @@ for step in "${steps[@]}"; do
 	roofline)
 		flashrt roofline --measured "$results/h200_pi05.json" --out "$results/roofline_pi05.json"
 		;;
+	tiers) # about a minute a tier (an estimate): calibration and gate on photographs; below the bar is a result too
+		for tier in ${TIERS:-8-bit 4-bit-expert 4-bit}; do
+			case=(--tier "$tier" --case "${CASES%%,*}" --tokens "$TOKENS" --photographs "${PHOTOGRAPHS:-16}")
+			measured calibrate "${case[@]}" --out "$results/h200_pi05_$tier.safetensors"
+			measured verify "${case[@]}" --calibration "$results/h200_pi05_$tier.safetensors" --seed 1 \
+				--weights "random, scaled (flashrt make-checkpoint --seed 0)" --out "$results/h200_pi05_$tier.json" ||
+				echo "$tier: below the bar, or failed"
+		done
+		;;
 	*)
-		echo "unknown step '$step'; there are: checkpoint verify profile bench lerobot full roofline" >&2
+		echo "unknown step '$step'; there are: checkpoint verify profile bench lerobot full roofline tiers" >&2
 		exit 2
 		;;
 	esac

@@ -1,224 +1,298 @@
 // The action expert over a few rows, as one resident grid: all steps and layers, or any range of their phases.
 //
-// A step is: enter | (project, attend, combine, output, gate_up, down) x layers | leave. A phase reads what all blocks
-// wrote in the phase before, so there is a grid barrier between two of them. The weights depend on nothing: one
-// producer thread a block streams them through a ring in shared memory, across phases, layers and steps, so that memory
-// never waits for a barrier. Launching the phases one by one computes the same bits.
+// A step is: enter | (project, attend, output, gate_up, down) x layers | leave. The grid consists of clusters of eight
+// blocks. A cluster computes some outputs of a product, each of its blocks with an eighth of the inputs; the parts meet in
+// the shared memory of the block that owns the output. So a block reads an eighth of the rows only, and a phase ends with
+// one exchange inside the cluster and one between clusters (see grid.cuh), neither of which needs a fence or a flag in
+// front of the reader. The weights depend on nothing: one producer thread a block streams them through a ring in shared
+// memory, across phases, layers and steps. Launching the phases one by one computes the same bits, and so does any number
+// of clusters.
 //
-// A product splits its output features over the blocks (tiles of eight) and its sum over the consumer warps: a
-// warp holds its slice of the activation rows in registers, as the A operand, and multiplies it with its part of each
-// 16 KB stage. Features and sums are permuted when weights are packed so that every access is 16 bytes wide:
-//   stage [group 32][feature 8][quad 4][8]: k = chunk * 1024 + group * 32 + quad * 8 + 0..7
+// The residual stays in float, in the registers of the threads that own it. The adaptive norm rides on the product behind
+// it: the operands are x * (1 + scale), the row's 1 / rms is applied to the sum, and the shift is one more row.
+//
+// Features and sums are permuted when weights are packed so that every access is 16 bytes wide:
+//   tile [group 32][output 8][quad 4][8]: input = group * 32 + quad * 8 + 0..7
 // Query and key features come in rotary pairs (i, i + 128).
 //
-// ROWS: rows of the chunk. STAGES: depth of the ring. LAYERS: number of layers. BLOCKS: size of the grid.
+// ROWS: rows of the chunk. KEYS: keys that a block may have. LAYERS: number of layers. CLUSTERS: size of the grid.
+// STAGES: depth of the ring. SHARED_BYTES: shared memory of a block.
 #include "expert_attention.cuh"
 #include "expert_plan.cuh"
 #include "expert_products.cuh"
 
-// -- phases --------------------------------------------------------------------------------------------------------------
+// -- ends of a step --------------------------------------------------------------------------------------------------------
 
 // x = actions @ enter_weight + enter_bias, in float.
-__device__ void enter(Consumer& c, const Position& at) {
-  c.begin(0);
-  const float* actions = at.step == 0 ? c.plan.noise : c.plan.actions;
-  for (int i = c.block * kConsumers + c.thread; i < ROWS * kWidth; i += kBlocks * kConsumers) {
-    const int row = i / kWidth, column = i % kWidth;
-    float sum = c.plan.enter_bias[column];
+__device__ __forceinline__ void enter(Consumer& c, const Position& at) {
+  constexpr int kPieces = kActions / 4;
+  const int column = c.owned_column(), row = c.owned_row();
+  c.begin();
+  c.phase_barrier();
+  if (column >= 0) {
+    const float* actions = (at.step == 0 ? c.plan.noise : c.step_actions((at.step - 1) & 1)) + row * kActions;
+    uint4 v[kPieces];
+    if (at.step == 0) {
 #pragma unroll
-    for (int j = 0; j < kActions; ++j)
-      sum = fmaf(__ldcg(actions + row * kActions + j), c.plan.enter_weight[j * kWidth + column], sum);
-    c.plan.x[i] = to_bf16(sum);
+      for (int i = 0; i < kPieces; ++i) v[i] = load16(actions + i * 4);
+    } else {
+      poll(v, [&](int i) { return actions + i * 4; });
+    }
+    c.residual = *reinterpret_cast<const float2*>(c.plan.enter_bias + column);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 w = *reinterpret_cast<const float2*>(c.plan.enter_weight + (i * 4 + j) * kWidth + column);
+        c.residual.x = fmaf(__uint_as_float(words[j]), w.x, c.residual.x);
+        c.residual.y = fmaf(__uint_as_float(words[j]), w.y, c.residual.y);
+      }
+    }
+    publish_residual(c, at, column);
   }
-  c.end(0);
+  c.end();
 }
+
+// norm(x) @ leave_weight for one row and action, by one warp.
+__device__ __forceinline__ float velocity(const Consumer& c, const Position& at, int row, int action) {
+  constexpr int kPieces = kWidth / (kWarpSize * 4);
+  const float* scale = c.modulation(at.step, 2 * LAYERS) + c.lane * 4;
+  const float* weight = c.plan.leave_weight + action * kWidth + c.lane * 4;
+  const float* rows = c.residual_rows(c.residual_copy(at)) + row * kWidth + c.lane * 4;
+  uint4 v[kPieces];
+  poll(v, [&](int i) { return rows + i * kWarpSize * 4; });
+  float squares = 0.0f, sum = 0.0f, shifted = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int offset = i * kWarpSize * 4;
+    const float4 s = load_float4(scale + offset), t = load_float4(scale + kWidth + offset),
+                 w = load_float4(weight + offset);
+    const float x[4] = {__uint_as_float(v[i].x), __uint_as_float(v[i].y), __uint_as_float(v[i].z),
+                        __uint_as_float(v[i].w)};
+    squares += (x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]);
+    sum += (x[0] * (1.0f + s.x) * w.x + x[1] * (1.0f + s.y) * w.y) +
+           (x[2] * (1.0f + s.z) * w.z + x[3] * (1.0f + s.w) * w.w);
+    shifted += (t.x * w.x + t.y * w.y) + (t.z * w.z + t.w * w.w);
+  }
+  return fmaf(warp_sum(sum), rsqrtf(warp_sum(squares) / kWidth + kEps), warp_sum(shifted));
+}
+
+// actions += norm(x) @ leave_weight + leave_bias, one warp an output value.
+__device__ __forceinline__ void leave(Consumer& c, const Position& at) {
+  c.begin();
+  c.phase_barrier();
+#pragma unroll 1
+  for (int item = c.warp * kBlocks + blockIdx.x; item < ROWS * kActions; item += kBlocks * kWarps) {
+    const int row = item / kActions, action = item % kActions;
+    const float change = velocity(c, at, row, action) + c.plan.leave_bias[action];
+    if (c.lane > 0) continue;
+    float *now = c.step_actions(at.step & 1) + item, *other = c.step_actions(at.step & 1 ^ 1) + item;
+    const float sum = (at.step == 0 ? c.plan.noise[item] : __ldcg(other)) + change;
+    if (at.step + 1 == c.plan.steps) {
+      c.plan.actions[item] = sum;
+    } else {
+      store_relaxed(now, __float_as_uint(sum));
+    }
+    store_relaxed(other, kUnwritten);
+  }
+  c.end();
+}
+
+// -- phases of a layer -----------------------------------------------------------------------------------------------------
 
 constexpr int kTilesPerHead = kHeadDim / kTile;
 
-// How many of `tiles` tiles this block has.
-__device__ __forceinline__ int tiles_of(const Consumer& c, int tiles) {
-  return (tiles - c.block + kBlocks - 1) / kBlocks;
-}
-
 struct Turn {
-  bf16 cosine, sine;
+  float cosine, sine;
 };
 
 // Cosine and sine for one pair of a projection tile (values do not use them).
 __device__ __forceinline__ Turn turn_of(const Consumer& c, int tile, int row, int pair) {
   const bf16* from = c.plan.rope + row * kHeadDim + tile % kTilesPerHead * 4 + pair;
-  return {from[0], from[kHeadDim / 2]};
+  return {to_float(from[0]), to_float(from[kHeadDim / 2])};
 }
 
-// The rotated pair (or two value columns) of one row of a projection tile.
-__device__ __forceinline__ void store_projection(const Consumer& c, int tile, int row, int pair, float2 v, Turn turn) {
+// The rotated pair (or two value columns) of one row of a projection tile. The lanes of two neighbouring pairs trade, so
+// that each writes whole words; all lanes of the warp must come here.
+__device__ __forceinline__ void store_projection(const Consumer& c, int copy, int tile, int row, int pair, float2 v,
+                                                 Turn turn, bool active) {
   const int head = tile / kTilesPerHead, local = tile % kTilesPerHead;
-  if (head > kHeads) {
-    *reinterpret_cast<u32*>(c.plan.value + row * kHeadDim + local * kTile + pair * 2) = pack_bf16(v.x, v.y);
-    return;
+  const float first = v.x * turn.cosine - v.y * turn.sine, second = v.y * turn.cosine + v.x * turn.sine;
+  const bool low = pair % 2 == 0;
+  const float traded = __shfl_xor_sync(kAllLanes, low ? second : first, 1);
+  if (!active) return;
+  int offset = row * kHeadDim + local * kTile + pair * 2, base = kValue, width = kHeadDim;
+  u32 word = pack_bf16(v.x, v.y);
+  if (head <= kHeads) {
+    offset = local * 4 + (low ? pair : pair - 1 + kHeadDim / 2) + row * kHeadDim;
+    base = kKey;
+    word = low ? pack_bf16(first, traded) : pack_bf16(traded, second);
   }
-  bf16* to =
-      (head < kHeads ? c.plan.query + row * kInner + head * kHeadDim : c.plan.key + row * kHeadDim) + local * 4 + pair;
-  const float cosine = to_float(turn.cosine), sine = to_float(turn.sine);
-  to[0] = to_bf16(v.x * cosine - v.y * sine);
-  to[kHeadDim / 2] = to_bf16(v.y * cosine + v.x * sine);
+  if (head < kHeads) {
+    offset += row * (kInner - kHeadDim) + head * kHeadDim;
+    base = kQuery;
+    width = kInner;
+  }
+  exchange(c.rows(base, width, copy) + offset, c.rows(base, width, copy ^ 1) + offset, word);
 }
 
 // query, key, value = rope(norm(x) @ project).
-__device__ void project(Consumer& c, const Position& at) {
-  constexpr int kMost = (kProjectTiles + kBlocks - 1) / kBlocks;
-  const int tiles = tiles_of(c, kProjectTiles);
+__device__ __forceinline__ void project(Consumer& c, const Position& at) {
+  const int copy = c.layer_copy(at), first = Project::first(c.cluster) + c.rank;
   // The table entries for the first result of this thread are fetched before the wait.
-  const int early = min(c.thread, max(kPassRows * 4 * tiles - 1, 0));
-  const Turn early_turn = turn_of(c, c.block + early / (kPassRows * 4) * kBlocks, early / 4 % kPassRows, early % 4);
-  multiply_normalised<kMost>(c, c.modulation(at.step, 2 * at.layer), tiles, [&](int first, int count) {
-    for (int i = c.thread; i < count * kPassRows * 4; i += kConsumers) {
-      const int slot = i / (kPassRows * 4), local = i / 4 % kPassRows, row = c.first_row + local, pair = i % 4;
-      const int tile = c.block + (first + slot) * kBlocks;
-      if (row >= ROWS) continue;
-      const bool is_early = i == c.thread && first == 0 && c.first_row == 0;
-      const Turn turn = is_early ? early_turn : turn_of(c, tile, row, pair);
-      store_projection(c, tile, row, pair, collect(c, slot, local, pair * 2), turn);
+  const Turn early = turn_of(c, first + c.thread / (ROWS * 4) * kRanks, c.thread / 4 % ROWS, c.thread % 4);
+  const float* table = c.modulation(at.step, 2 * at.layer);
+  multiply_normalised<Project>(c, at, table, [&](const Round& r) {
+    for (int start = 0; start < r.slots * ROWS * 4; start += kConsumers) {
+      const int i = start + c.thread, last = r.slots - 1, slot = min(i / (ROWS * 4), last), row = i / 4 % ROWS,
+                pair = i % 4, tile = first + r.first + slot * kRanks;
+      const Turn turn = start == 0 && r.first == 0 ? early : turn_of(c, tile, row, pair);
+      const float2 v = r.value(slot, row, pair, r.inverse_rms(row));
+      store_projection(c, copy, tile, row, pair, v, turn, i < r.slots * ROWS * 4);
     }
   });
 }
 
-// x += gate * (rows @ weights), for the eight columns of each tile of this block.
-template <int CHUNKS>
-__device__ void accumulate(Consumer& c, const bf16* rows, const float* gate) {
-  constexpr int kAtOnce = M == 1 ? 2 : 1;  // chunks whose rows are in registers at once
-  static_assert(CHUNKS % kAtOnce == 0, "whole groups of chunks");
-  // In each pass a thread has at most one pair of outputs; what it needs of the first is fetched before the wait.
-  static_assert(kPassRows * 4 <= kConsumers, "one pair of outputs a thread");
-  const int local_row = c.thread / 4, local = c.thread % 4 * 2;
-  for (int tile = c.block; tile < kOutputTiles || tile == c.block; tile += kBlocks) {
-    const bool mine = tile < kOutputTiles;
-    const int column = tile * kTile + local;
-    if (OVERLAP && tile == c.block) c.begin(CHUNKS);
-    bool writes = mine && c.thread < kPassRows * 4;
-    u32* to = reinterpret_cast<u32*>(c.plan.x + local_row * kWidth + column);
-    float2 factor = make_float2(0.0f, 0.0f);
-    u32 old = 0;
-    if (writes) {
-      factor = *reinterpret_cast<const float2*>(gate + column);
-      // The block that wrote these values last is this one, or the barrier in front of the last phase is behind them.
-      old = __ldcg(to);
-    }
-    if (tile != c.block) {
-      if (!mine) break;
-      c.exchange(CHUNKS, CHUNKS);
-    } else if (!OVERLAP) {
-      c.begin(mine ? CHUNKS : 0);
-    }
-    if (!mine) break;
-    for (int pass = 0; pass < kPasses; ++pass) {
-      c.first_row = pass * kPassRows;
-      if (pass > 0) {
-        to += kPassRows * kWidth / 2;
-        writes = writes && c.first_row + local_row < ROWS;
-        if (writes) old = __ldcg(to);
-        c.block_barrier();  // the partial sums before have been collected
-      }
-      Sums s;
-      clear(s);
-#pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; chunk += kAtOnce) {
-        Slice a[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) load_slice(c, a[i], rows, CHUNKS * kChunk, (chunk + i) * kChunk);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          uint4 b[kGroups];
-          load_weights(c, chunk + i, b);
-          multiply(s, a[i], b);
-        }
-      }
-      publish(c, s, 0);
-      c.block_barrier();
-      if (writes) {
-        const float2 y = collect(c, 0, local_row, local);
-        *to = pack_bf16(fmaf(factor.x, y.x, low_float(old)), fmaf(factor.y, y.y, high_float(old)));
-      }
-    }
-    c.first_row = 0;
-  }
-  c.end(c.block < kOutputTiles ? CHUNKS : 0);
+// x += gate * (attended @ output).
+__device__ __forceinline__ void output(Consumer& c, const Position& at) {
+  const Addition addition(c, c.modulation(at.step, 2 * at.layer) + 2 * kWidth);
+  const Place place = c.place(at);
+  expect_sums(c, place);
+  c.begin();
+  c.block_barrier();  // nobody reads the operands of the phase before
+  load_rows<1>(c, c.rows(kAttended, kInner, c.layer_copy(at)) + c.rank * Output::kSlice, kInner);
+  c.phase_barrier();
+  multiply_tiles<Output, ROWS>(c, 0, Output::count(c.cluster), place);
+  c.stages += Output::stages(c.cluster);
+  add_to_residual(c, at, place, addition);
 }
 
 // hidden = gelu(norm(x) @ gate) * (norm(x) @ up).
-__device__ void gate_up(Consumer& c, const Position& at) {
-  constexpr int kMost = (kHiddenTiles + kBlocks - 1) / kBlocks * 2;
-  const int stages = 2 * tiles_of(c, kHiddenTiles);
-  multiply_normalised<kMost>(c, c.modulation(at.step, 2 * at.layer + 1), stages, [&](int first, int count) {
-    for (int i = c.thread; i < count / 2 * kPassRows * 4; i += kConsumers) {
-      const int pair = i / (kPassRows * 4), local = i / 4 % kPassRows, row = c.first_row + local, column = i % 4 * 2;
-      if (row >= ROWS) continue;
-      const float2 gate = collect(c, 2 * pair, local, column), up = collect(c, 2 * pair + 1, local, column);
-      const int tile = c.block + (first / 2 + pair) * kBlocks;
-      *reinterpret_cast<u32*>(c.plan.hidden + row * kHidden + tile * kTile + column) =
-          pack_bf16(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y);
+__device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
+  const int copy = c.layer_copy(at);
+  const float* table = c.modulation(at.step, 2 * at.layer + 1);
+  multiply_normalised<GateUp>(c, at, table, [&](const Round& r) {
+    for (int i = c.thread; i < r.slots / 2 * ROWS * 4; i += kConsumers) {
+      const int unit = i / (ROWS * 4), row = i / 4 % ROWS, pair = i % 4;
+      const float inverse = r.inverse_rms(row);
+      const float2 gate = r.value(2 * unit, row, pair, inverse), up = r.value(2 * unit + 1, row, pair, inverse);
+      const int tile = (GateUp::first(c.cluster) + r.first) / 2 + unit * kRanks + c.rank;
+      const int offset = row * kHidden + tile * kTile + pair * 2;
+      exchange(c.rows(kHiddenWords, kHidden, copy) + offset, c.rows(kHiddenWords, kHidden, copy ^ 1) + offset,
+               pack_bf16(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y));
     }
   });
 }
 
-// actions += norm(x) @ leave_weight + leave_bias, one warp an output value.
-__device__ void leave(Consumer& c, const Position& at) {
-  const float* scale = c.modulation(at.step, 2 * LAYERS);
-  const float* before = at.step == 0 ? c.plan.noise : c.plan.actions;
-  c.begin(0);
-  for (int item = c.block * kWarps + c.warp; item < ROWS * kActions; item += kBlocks * kWarps) {
-    const int row = item / kActions, action = item % kActions;
-    uint4 x[kWidth / 256];
-    float squares = 0.0f;
+constexpr int kDownTiles = ceil_div(Down::kMost, kTileWarps);  // of a warp, at most
+
+// Adds one half of the inputs to the sums of this warp's tiles.
+__device__ __forceinline__ void multiply_half(Consumer& c, const unsigned char* operands, Sums (&sums)[kDownTiles],
+                                              const Place& place, bool last) {
+  const int tiles = Down::count(c.cluster), group = c.warp % kRowGroups, first = c.warp / kRowGroups;
+  const unsigned char* weights[kDownTiles];
 #pragma unroll
-    for (int i = 0; i < kWidth / 256; ++i) {
-      x[i] = load_shared_by_grid(c.plan.x + row * kWidth + i * 256 + c.lane * 8);
-      squares += sum_of_squares8(x[i]);
-    }
-    const float inverse = rsqrtf(warp_sum(squares) / kWidth + kEps);
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kWidth / 256; ++i) {
-      const int column = i * 256 + c.lane * 8;
-      float f[8], one[8], two[8], three[8];
-      unpack8(x[i], f);
-      load_floats8(scale + column, one);
-      load_floats8(scale + kWidth + column, two);
-      load_floats8(c.plan.leave_weight + action * kWidth + column, three);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum = fmaf(fmaf(f[j] * inverse, 1.0f + one[j], two[j]), three[j], sum);
-    }
-    sum = warp_sum(sum);
-    if (c.lane == 0) c.plan.actions[item] = __ldcg(before + item) + sum + c.plan.leave_bias[action];
+  for (int n = 0; n < kDownTiles; ++n)
+    if (first + n * kTileWarps < tiles) weights[n] = await_tile<Down>(c, first + n * kTileWarps);
+  if (first + (kDownTiles - 1) * kTileWarps < tiles) {
+    multiply<Down::kGroups, Down::kStride, kDownTiles>(c, sums, operands, group, weights);
+  } else if (kDownTiles > 1) {
+    multiply<Down::kGroups, Down::kStride, kDownTiles - 1>(c, sums, operands, group, weights);
   }
-  c.end(0);
+#pragma unroll
+  for (int n = 0; n < kDownTiles; ++n) {
+    const int tile = first + n * kTileWarps;
+    if (tile >= tiles) break;
+    if (last) {
+      send_part<ROWS>(c, sums[n], group, place, tile / kRanks, owner_of<Down>(tile));
+    } else {  // something that needs the sums, in front of the release
+      if (c.lane == 0) *const_cast<volatile float*>(c.shared.sink + c.warp) = sums[n].value(kTilesAtOnce - 1, 0);
+    }
+    release_tile<Down>(c, tile, tiles);
+  }
+  c.stages += Down::stages(c.cluster);
 }
 
-__device__ void run_phase(Consumer& c, const Position& at) {
-  switch (at.phase) {
-    case kEnter:
-      return enter(c, at);
-    case kProject:
-      return project(c, at);
-    case kAttend:
-      return attend(c, at);
-    case kCombine:
-      return combine(c, at);
-    case kOutput:
-      return accumulate<kInner / kChunk>(c, c.plan.attended, c.modulation(at.step, 2 * at.layer) + 2 * kWidth);
-    case kGateUp:
-      return gate_up(c, at);
-    case kDown:
-      return accumulate<kHidden / kChunk>(c, c.plan.hidden, c.modulation(at.step, 2 * at.layer + 1) + 2 * kWidth);
-    case kLeave:
-      return leave(c, at);
+// x += gate * (hidden @ down).
+__device__ __forceinline__ void down(Consumer& c, const Position& at) {
+  const Addition addition(c, c.modulation(at.step, 2 * at.layer + 1) + 2 * kWidth);
+  const Place place = c.place(at);
+  const bf16* rows = c.rows(kHiddenWords, kHidden, c.layer_copy(at)) + c.rank * kHalves * Down::kSlice;
+  Sums sums[kDownTiles];
+#pragma unroll
+  for (int n = 0; n < kDownTiles; ++n) clear(sums[n]);
+  expect_sums(c, place);
+  c.begin();
+#pragma unroll
+  for (int half = 0; half < kHalves; half += kHalvesHeld) {
+    c.block_barrier();  // nobody reads the operands before
+    load_rows<kHalvesHeld>(c, rows + half * Down::kSlice, kHidden);
+    if (half == 0) {
+      c.phase_barrier();
+    } else {
+      c.block_barrier();
+    }
+#pragma unroll
+    for (int i = 0; i < kHalvesHeld; ++i)
+      multiply_half(c, c.shared.operands + i * kHalfBytes, sums, place, half + i + 1 == kHalves);
+  }
+  add_to_residual(c, at, place, addition);
+}
+
+// Runs `phase` if it is among those of this launch.
+template <typename Body>
+__device__ __forceinline__ void run(Consumer& c, const Position& at, Phase phase, const Body& body) {
+  if (c.index >= c.plan.first && c.index < c.plan.last) {
+    c.identify();
+    body(c, Position{at.step, at.layer, phase});
+  }
+  ++c.index;
+}
+
+__device__ __forceinline__ void run_phases(Consumer& c) {
+  Position at = locate(c.plan.first);
+  c.index = at.step * kPhasesPerStep;
+  for (; c.index < c.plan.last; ++at.step) {
+    at.layer = 0;
+    run(c, at, kEnter, enter);
+#pragma unroll 1
+    for (; at.layer < LAYERS; ++at.layer) {
+      run(c, at, kProject, project);
+      run(c, at, kAttend, attend);
+      run(c, at, kOutput, output);
+      run(c, at, kGateUp, gate_up);
+      run(c, at, kDown, down);
+    }
+    run(c, at, kLeave, leave);
   }
 }
 
-// The last block to leave sets every counter back to zero for the next launch.
-__device__ void reset_counters(u32* sync) {
-  if (fetch_add(sync + kDoneCounter * kSyncStride, 1) + 1 != kBlocks) return;
-  for (int i = 0; i <= kDoneCounter; ++i) __stcg(sync + i * kSyncStride, 0u);
+// -- kernel ------------------------------------------------------------------------------------------------------------------
+
+// What a consumer must know of the launches before: which copies come first, and the residual values that it owns.
+__device__ __forceinline__ void recall(Consumer& c) {
+  c.identify();
+  c.prefix = *c.plan.valid;
+  const Position at = locate(c.plan.first);
+  c.parity = __ldcg(c.plan.sync);
+  if (at.phase != kOutput && at.phase != kDown) return;
+  overlap_wait();
+  const int column = c.owned_column();
+  if (column >= 0)
+    c.residual = __ldcg(reinterpret_cast<const float2*>(c.residual_rows(c.residual_copy(at) ^ 1) +
+                                                        c.owned_row() * kWidth + column));
+}
+
+// The last block to leave notes which copies the next decision starts with.
+__device__ __forceinline__ void remember(const Consumer& c) {
+  if (c.plan.last < c.plan.steps * kPhasesPerStep || c.thread > 0) return;
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(c.plan.sync + 1) : "memory");
+  if (before + 1 < kBlocks) return;
+  const u32 flips = (c.plan.steps * kModulations & 1) | (c.plan.steps * LAYERS & 1) << 1;
+  __stcg(c.plan.sync, c.parity ^ flips);
+  __stcg(c.plan.sync + 1, 0u);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -226,57 +300,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
            const unsigned char* down_weight, const float* enter_weight, const float* enter_bias,
            const float* leave_weight, const float* leave_bias, const float* modulation, const bf16* rope,
            const bf16* prefix_key, const bf16* prefix_value, const int* valid, const float* noise, float* actions,
-           bf16* x, bf16* query, bf16* key, bf16* value, bf16* attended, bf16* hidden, float* partial, float* extremes,
-           u32* sync, int capacity, int first, int last) {
+           u32* words, u32* sync, int capacity, int steps, int first, int last) {
   extern __shared__ __align__(128) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const Plan plan{project_weight,
-                  output_weight,
-                  gate_up_weight,
-                  down_weight,
-                  enter_weight,
-                  enter_bias,
-                  leave_weight,
-                  leave_bias,
-                  modulation,
-                  rope,
-                  prefix_key,
-                  prefix_value,
-                  valid,
-                  noise,
-                  actions,
-                  x,
-                  query,
-                  key,
-                  value,
-                  attended,
-                  hidden,
-                  partial,
-                  extremes,
-                  sync,
-                  capacity,
-                  first,
-                  last};
-  if (threadIdx.x == 0)
+  const Plan plan{project_weight, output_weight, gate_up_weight, down_weight, enter_weight, enter_bias, leave_weight,
+                  leave_bias,     modulation,    rope,           prefix_key,  prefix_value, valid,      noise,
+                  actions,        words,         sync,           capacity,    steps,        first,      last};
+  if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(shared.full + s, 1);
-      mbarrier_init(shared.empty + s, 1);
+      mbarrier_init(shared.empty + s, kArrivals);
     }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  __syncthreads();
+    for (int i = 0; i < 3; ++i) mbarrier_init(shared.parts + i, 1);
+    mbarrier_init(&shared.values_full, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_barrier();
   overlap_trigger();
   const WeightRing ring{shared.ring, shared.full, shared.empty};
   // Registers are dealt out to groups of four warps: the producer's group gives its share to the consumers.
   if (threadIdx.x >= kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == kConsumers) produce(plan, ring);
+    if (threadIdx.x / kWarpSize == kWarps + 1) fence_resets(plan);
+    if (threadIdx.x / kWarpSize == kWarps + 2) fetch_values(plan, shared);
+    __syncwarp();
+    cluster_barrier();  // nobody leaves while others may still send to it
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
     Consumer c(plan, shared, ring);
-    for (; c.index < plan.last; ++c.index) {
-      c.identify();
-      run_phase(c, locate(c.index));
-    }
-    if (plan.last - plan.first > 1 && c.thread == 0) reset_counters(plan.sync);
+    recall(c);
+    run_phases(c);
+    remember(c);
+    cluster_barrier();
   }
 }

@@ -1,191 +1,204 @@
-// Attention of the chunk to prefix and chunk: every head's keys are split into ranges, a block each, and joined.
+// Attention of the chunk to prefix and chunk. A cluster has some of the queries, each of its blocks an eighth of the keys.
 #pragma once
-#include "expert_plan.cuh"
+#include "expert_products.cuh"
 
-struct KeyRange {
-  int head, split, start, count, prefix;  // `prefix`: rows before the chunk's own
+// Where 16 bytes of one value row lie in shared memory.
+__device__ __forceinline__ int value_offset(int key, int piece) { return key * kValueStride + piece * 16; }
 
-  __device__ KeyRange(int item, int prefix_) : prefix(prefix_) {
-    head = item / kSplits;
-    split = item % kSplits;
-    const int total = prefix + ROWS, each = ((total + kSplits - 1) / kSplits + 7) / 8 * 8;
-    start = split * each;
-    count = max(0, min(each, total - start));
-  }
+constexpr int kKeyGroups = kHeadDim / 32;
+
+// What a thread loads: its part of the eight keys of its warp as B operand, queries, and values of the chunk. Keys behind
+// the block's last repeat an existing one: their scores are not used.
+struct Loads {
+  static constexpr int kQueriesEach = ceil_div(kMostQueries, kWarps);
+  uint4 keys[kKeyGroups], rest[kQueriesEach + kRowsEach];
 };
 
-// Issues the copy of those value rows of `range` that are (`chunk`) or are not in the chunk; others become zero.
-__device__ __forceinline__ void copy_values(Consumer& c, const KeyRange& range, const bf16* prefix_value, bool chunk) {
-  const u32 base = shared_address(c.shared.scratch);
-  for (int i = c.thread; i < kKeys * kHeadDim / 8; i += kConsumers) {
-    const int local = i / 32, piece = i % 32, key = range.start + local;
-    const bool is_chunk = local < range.count && key >= range.prefix;
-    if (is_chunk != chunk) continue;
-    const bf16* from = is_chunk ? c.plan.value + (key - range.prefix) * kHeadDim
-                                : prefix_value + static_cast<u64>(local < range.count ? key : 0) * kHeadDim;
-    copy_async16(base + local * kHeadDim * 2 + ((piece ^ (local & 7)) * 16), from + piece * 8, local < range.count);
+// Loads everything that this block attends with, and waits for what the phase before writes. The prefix's keys come first,
+// since nobody waits for them.
+__device__ __forceinline__ void load_attention(Consumer& c, const Position& at, const Work& work, Loads& loads,
+                                               unsigned char* queries) {
+  const int copy = c.layer_copy(at), key = min(work.start + c.warp * 8 + c.row, work.prefix + ROWS - 1);
+  const bool chunk = key >= work.prefix;
+  if (!chunk) {
+    const bf16* from =
+        c.plan.prefix_key + (static_cast<u64>(at.layer) * c.plan.capacity + key) * kHeadDim + c.quad * 8;
+#pragma unroll
+    for (int g = 0; g < kKeyGroups; ++g) loads.keys[g] = load_shared_by_grid(from + g * 32);
+  }
+  c.begin();
+  c.block_barrier();  // nobody reads the operands of the phase before
+  const bf16* query_rows = c.rows(kQuery, kInner, copy) + work.first * kHeadDim + c.lane * 8;
+  const int first_value = max(0, work.prefix - work.start);  // of the chunk, among this block's keys
+  const bf16* value_rows = c.rows(kValue, kHeadDim, copy) + (work.start - work.prefix) * kHeadDim + c.lane * 8;
+  poll(loads.rest, [&](int i) -> const void* {
+    if (i < Loads::kQueriesEach) {
+      const int query = c.warp + i * kWarps;
+      return query < work.queries ? query_rows + query * kHeadDim : nullptr;
+    }
+    const int value = first_value + c.warp + (i - Loads::kQueriesEach) * kWarps;
+    return value < work.count ? value_rows + value * kHeadDim : nullptr;
+  });
+#pragma unroll
+  for (int i = 0; i < Loads::kQueriesEach; ++i) {
+    const int query = c.warp + i * kWarps;
+    if (query < work.queries) store16(queries + query * kQueryStride + c.lane * 16, loads.rest[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int value = first_value + c.warp + i * kWarps;
+    if (value < work.count)
+      store16(reinterpret_cast<unsigned char*>(c.shared.values) + value_offset(value, c.lane),
+              loads.rest[Loads::kQueriesEach + i]);
+  }
+  for (int key = work.count + c.warp; key < ceil_div(work.count, 16) * 16; key += kWarps)  // they weigh nothing
+    store16(reinterpret_cast<unsigned char*>(c.shared.values) + value_offset(key, c.lane), make_uint4(0, 0, 0, 0));
+  if (chunk) {
+    const bf16* from = c.rows(kKey, kHeadDim, copy) + (key - work.prefix) * kHeadDim + c.quad * 8;
+    poll(loads.keys, [&](int g) { return from + g * 32; });
   }
 }
 
-constexpr int kKeyTiles = kKeys / 8, kDimParts = kWarps / kKeyTiles, kKeyGroups = kHeadDim / 32 / kDimParts;
-static_assert(kDimParts == 2, "two warps share eight keys, each takes half of the dimensions");
-
-// This lane's part of the eight keys of its warp, those in the prefix or those in the chunk: [group of 32 dimensions].
-// Keys behind the range repeat an existing one: their scores are not used.
-__device__ __forceinline__ void load_keys(const Consumer& c, const KeyRange& range, const bf16* prefix_key, bool chunk,
-                                          uint4 (&k)[kKeyGroups]) {
-  const int key = min(range.start + c.warp % kKeyTiles * 8 + c.row, range.prefix + ROWS - 1);
-  if ((key >= range.prefix) != chunk) return;
-  const bf16* from =
-      chunk ? c.plan.key + (key - range.prefix) * kHeadDim : prefix_key + static_cast<u64>(key) * kHeadDim;
-  from += c.warp / kKeyTiles * kKeyGroups * 32 + c.quad * 8;
-#pragma unroll
-  for (int g = 0; g < kKeyGroups; ++g) k[g] = load_shared_by_grid(from + g * 32);
-}
-
-// Half of the scores of this warp's eight keys, in units of log2, to shared memory.
-__device__ __forceinline__ void score(Consumer& c, const KeyRange& range, const uint4 (&k)[kKeyGroups], float* scores) {
+// Scores of this warp's eight keys, in units of log2.
+__device__ __forceinline__ void score(const Consumer& c, const Loads& loads, const unsigned char* queries, float* scores) {
   constexpr float kScale = 0.0625f * 1.4426950408889634f;  // 1 / sqrt(kHeadDim), and from e to 2
-  const int part = c.warp / kKeyTiles, column = c.warp % kKeyTiles * 8 + c.quad * 2;
+  if (c.warp * 8 >= KEYS) return;
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    uint4 q[kKeyGroups][2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const bf16* from =
-          c.plan.query + c.real_row(m, half) * kInner + range.head * kHeadDim + part * kKeyGroups * 32 + c.quad * 8;
-#pragma unroll
-      for (int g = 0; g < kKeyGroups; ++g) q[g][half] = load_shared_by_grid(from + g * 32);
-    }
-    float s[2][4] = {};
+  for (int m = 0; m < kQueryTiles; ++m) {
+    const unsigned char* a = queries + (m * 16 + c.row) * kQueryStride + c.quad * 16;
+    const bool has_high = m * 16 + 8 + c.row < kMostQueries;
+    uint4 high = make_uint4(0, 0, 0, 0);
+    float s[4][4] = {};
 #pragma unroll
     for (int g = 0; g < kKeyGroups; ++g) {
-      mma_16x8x16(s[0], q[g][0].x, q[g][1].x, q[g][0].y, q[g][1].y, k[g].x, k[g].y);
-      mma_16x8x16(s[1], q[g][0].z, q[g][1].z, q[g][0].w, q[g][1].w, k[g].z, k[g].w);
+      const uint4 low = load16(a + g * 64), &k = loads.keys[g];
+      if (has_high) high = load16(a + 8 * kQueryStride + g * 64);
+      mma_16x8x16(s[2 * g % 4], low.x, high.x, low.y, high.y, k.x, k.y);
+      mma_16x8x16(s[(2 * g + 1) % 4], low.z, high.z, low.w, high.w, k.z, k.w);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2*>(scores + part * kScores + (m * 16 + half * 8 + c.row) * kScoreStride + column) =
-          make_float2((s[0][half * 2] + s[1][half * 2]) * kScale, (s[0][half * 2 + 1] + s[1][half * 2 + 1]) * kScale);
-  }
-}
-
-// weights = exp2(score - maximum of the row), one warp a row; the maximum and the sum go to global memory.
-__device__ __forceinline__ void soften(Consumer& c, const KeyRange& range, const float* scores, bf16* weights) {
-  const int item = range.head * kSplits + range.split, column = c.lane * 2;
-  for (int row = c.warp; row < ROWS; row += kWarps) {
-    const float* from = scores + row * kScoreStride + column;
-    const float2 a = *reinterpret_cast<const float2*>(from), b = *reinterpret_cast<const float2*>(from + kScores);
-    const float first = column < range.count ? a.x + b.x : negative_infinity();
-    const float second = column + 1 < range.count ? a.y + b.y : negative_infinity();
-    const float maximum = warp_max(fmaxf(first, second));
-    const float base = range.count > 0 ? maximum : 0.0f;  // a range without keys
-    const float p = exp2_fast(first - base), q = exp2_fast(second - base), sum = warp_sum(p + q);
-    *reinterpret_cast<u32*>(weights + row * kScoreStride + column) = pack_bf16(p, q);
-    if (c.lane == 0) *reinterpret_cast<float2*>(c.plan.extremes + (item * ROWS + row) * 2) = make_float2(maximum, sum);
-  }
-}
-
-// Weighted values of this warp's sixteen dimensions to global memory.
-__device__ __forceinline__ void mix_values(Consumer& c, const KeyRange& range, const bf16* weights) {
-  static_assert(kHeadDim / kWarps == 16, "two tiles of eight dimensions a warp");
-  const u32 values = shared_address(c.shared.scratch), from = shared_address(weights);
-  const int item = range.head * kSplits + range.split;
+    for (int half = 0; half < 2; ++half) {
+      float d[2];
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+      for (int j = 0; j < 2; ++j) {
+        const int e = half * 2 + j;
+        d[j] = ((s[0][e] + s[1][e]) + (s[2][e] + s[3][e])) * kScale;
+      }
+      *reinterpret_cast<float2*>(scores + (m * 16 + half * 8 + c.row) * kScoreStride + c.warp * 8 + c.quad * 2) =
+          make_float2(d[0], d[1]);
+    }
+  }
+}
+
+// weights = exp2(score - maximum of the row), one warp a row. Maximum and sum of each row go to all blocks of the cluster.
+__device__ __forceinline__ void soften(const Consumer& c, const Work& work, const float* scores, bf16* weights,
+                                       float* extremes, u64* barrier) {
+  for (int query = c.warp; query < work.queries; query += kWarps) {
+    const int key = c.lane * 4;
+    float s[4], p[4], maximum = negative_infinity(), sum = 0.0f;
+    if (key < KEYS) {
+      const float4 v = load_float4(scores + query * kScoreStride + key);
+      s[0] = v.x, s[1] = v.y, s[2] = v.z, s[3] = v.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (key + j >= work.count) s[j] = negative_infinity();
+      maximum = fmaxf(maximum, s[j]);
+    }
+    maximum = warp_max(maximum);
+    const float base = work.count > 0 ? maximum : 0.0f;  // a block without keys
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      p[j] = exp2_fast(s[j] - base);
+      sum += p[j];
+    }
+    sum = warp_sum(sum);
+    if (key < KEYS)
+      *reinterpret_cast<uint2*>(weights + query * kScoreStride + key) =
+          make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
+    if (c.lane < kRanks)
+      send(remote(shared_address(extremes + (c.rank * kMostQueries + query) * 2), c.lane), maximum, sum,
+           remote(shared_address(barrier), c.lane));
+  }
+}
+
+// Weighted values of this warp's sixteen dimensions, sent to the block that joins them: parts[rank][query][kDims].
+__device__ __forceinline__ void mix_values(const Consumer& c, const Work& work, const bf16* weights, float* parts,
+                                           u64* barrier) {
+  static_assert(kHeadDim / kWarps == 16 && kDims == 32, "a warp has half of the dimensions of an owner");
+  const u32 values = shared_address(c.shared.values), from = shared_address(weights);
+  const int owner = c.warp / 2;
+  const u32 to = remote(shared_address(parts + c.rank * kMostQueries * kDims + c.warp % 2 * 16 + c.quad * 2), owner);
+  const u32 counted = remote(shared_address(barrier), owner);
+#pragma unroll
+  for (int m = 0; m < kQueryTiles; ++m) {
     float o[2][4] = {};
 #pragma unroll
-    for (int s = 0; s < kKeys / 16; ++s) {
-      if (s * 16 >= range.count) break;
-      const int key = s * 16 + c.lane % 16, piece = c.warp * 2 + c.lane / 16;
-      const uint4 b = load_matrices_transposed(values + key * kHeadDim * 2 + ((piece ^ (key & 7)) * 16));
+    for (int s = 0; s < KEYS / 16; ++s) {
+      if (s * 16 >= work.count) break;
+      const uint4 b = load_matrices_transposed(values + value_offset(s * 16 + c.lane % 16, c.warp * 2 + c.lane / 16));
       const uint4 a = load_matrices(from + ((m * 16 + c.lane % 16) * kScoreStride + s * 16 + c.lane / 16 * 8) * 2);
       mma_16x8x16(o[0], a.x, a.y, a.z, a.w, b.x, b.y);
       mma_16x8x16(o[1], a.x, a.y, a.z, a.w, b.z, b.w);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = m * 16 + half * 8 + c.row;
-      float* to = c.plan.partial + (item * ROWS + row) * kHeadDim + c.warp * 16 + c.quad * 2;
+      const int query = m * 16 + half * 8 + c.row;
+      if (query >= work.queries) continue;
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        if (row < ROWS) *reinterpret_cast<float2*>(to + n * 8) = make_float2(o[n][half * 2], o[n][half * 2 + 1]);
+        send(to + (query * kDims + n * 8) * 4, o[n][half * 2], o[n][half * 2 + 1], counted);
     }
   }
 }
 
-// Attention of every row of one head to one range of keys.
-__device__ void attend(Consumer& c, const Position& at) {
-  const u64 layer = static_cast<u64>(at.layer) * c.plan.capacity * kHeadDim;
-  float* scores = reinterpret_cast<float*>(c.shared.scratch + kValueBytes);
-  bf16* weights = reinterpret_cast<bf16*>(scores + 2 * kScores);
-  for (int item = c.block; item < kHeads * kSplits || item == c.block; item += kBlocks) {
-    const KeyRange range(min(item, kHeads * kSplits - 1), c.prefix);
-    const bool mine = item < kHeads * kSplits;
-    uint4 k[kKeyGroups];
-    if (item != c.block) c.block_barrier();
-    if (mine) {
-      load_keys(c, range, c.plan.prefix_key + layer, false, k);
-      copy_values(c, range, c.plan.prefix_value + layer, false);
-    }
-    if (item == c.block) c.begin(0);
-    if (!mine) break;
-    load_keys(c, range, c.plan.prefix_key + layer, true, k);
-    copy_values(c, range, c.plan.prefix_value + layer, true);
-    score(c, range, k, scores);
-    copy_async_wait();
-    c.block_barrier();
-    soften(c, range, scores, weights);
-    c.block_barrier();
-    mix_values(c, range, weights);
-    c.block_barrier();
-    if (c.thread == 0 && c.index + 1 < c.plan.last)
-      add_release(c.plan.sync + (kHeadCounter + range.head) * kSyncStride, 1);
-  }
-  ++c.attentions;
-}
-
-__device__ __forceinline__ void load_parts(const Consumer& c, int head, int row, int dim, float (&part)[kSplits]) {
-  const float* from = c.plan.partial + (head * kSplits * ROWS + row) * kHeadDim + dim;
+// attended = the eight blocks' parts of each query, joined; this block has kDims of the dimensions.
+__device__ __forceinline__ void join(const Consumer& c, const Position& at, const Work& work, const float* parts,
+                                     const float* extremes) {
+  const int copy = c.layer_copy(at);
+  for (int i = c.thread; i < work.queries * (kDims / 2); i += kConsumers) {
+    const int query = i / (kDims / 2), pair = i % (kDims / 2), all = work.first + query;
+    float2 e[kRanks];
+    float maximum = negative_infinity(), total = 0.0f;
 #pragma unroll
-  for (int s = 0; s < kSplits; ++s) part[s] = __ldcg(from + s * ROWS * kHeadDim);
+    for (int r = 0; r < kRanks; ++r) {
+      e[r] = *reinterpret_cast<const float2*>(extremes + (r * kMostQueries + query) * 2);
+      maximum = fmaxf(maximum, e[r].x);
+    }
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+      const float weight = exp2_fast(e[r].x - maximum);
+      const float2 part = *reinterpret_cast<const float2*>(parts + (r * kMostQueries + query) * kDims + pair * 2);
+      total = fmaf(weight, e[r].y, total);
+      sum.x = fmaf(weight, part.x, sum.x);
+      sum.y = fmaf(weight, part.y, sum.y);
+    }
+    const int offset = all * kHeadDim + c.rank * kDims + pair * 2;
+    exchange(c.rows(kAttended, kInner, copy) + offset, c.rows(kAttended, kInner, copy ^ 1) + offset,
+             pack_bf16(__fdividef(sum.x, total), __fdividef(sum.y, total)));
+  }
 }
 
-// attended = the ranges of one head, joined; a block takes 1 / kSplits of the head's dimensions.
-__device__ void combine(Consumer& c, const Position&) {
-  constexpr int kDims = kHeadDim / kSplits;
-  static_assert(kDims == kSplits, "one index serves both loops");
-  float* weights = reinterpret_cast<float*>(c.shared.scratch + kValueBytes);
-  for (int item = c.block; item < kHeads * kSplits; item += kBlocks) {
-    const int head = item / kSplits, slice = item % kSplits;
-    if (c.index == c.plan.first) {
-      overlap_wait();
-    } else if (c.thread == 0) {
-      wait_until(c.plan.sync + (kHeadCounter + head) * kSyncStride, c.attentions * kSplits);
-    }
-    c.block_barrier();
-    constexpr int kEach = (ROWS * kDims + kConsumers - 1) / kConsumers;  // values a thread
-    constexpr bool kEarly = kEach == 1;                                  // fetch them while the weights are computed
-    float part[kSplits];
-    if (kEarly && c.thread < ROWS * kDims)
-      load_parts(c, head, c.thread / kDims, slice * kDims + c.thread % kDims, part);
-#pragma unroll 1
-    for (int i = c.thread; i < (ROWS * kSplits + 31) / 32 * 32; i += kConsumers) {
-      const int row = min(i / kSplits, ROWS - 1), split = i % kSplits;
-      const float2 e = __ldcg(reinterpret_cast<const float2*>(c.plan.extremes) + (head * kSplits + split) * ROWS + row);
-      const float weight = exp2_fast(e.x - warp_max<kSplits>(e.x));
-      const float total = warp_sum<kSplits>(weight * e.y);
-      if (i < ROWS * kSplits) weights[i] = __fdividef(weight, total);
-    }
-    c.block_barrier();
-    for (int i = c.thread; i < ROWS * kDims; i += kConsumers) {
-      const int row = i / kDims, dim = slice * kDims + i % kDims;
-      if (!kEarly) load_parts(c, head, row, dim, part);
-      float sum = 0.0f;
-#pragma unroll
-      for (int s = 0; s < kSplits; ++s) sum = fmaf(weights[row * kSplits + s], part[s], sum);
-      c.plan.attended[row * kInner + head * kHeadDim + dim] = to_bf16(sum);
-    }
-  }
-  c.end(0);
+__device__ __forceinline__ void attend(Consumer& c, const Position& at) {
+  const Work work(c.cluster, c.rank, c.prefix);
+  unsigned char* queries = c.shared.operands;
+  float* scores = reinterpret_cast<float*>(queries + kQueriesHeld * kQueryStride);
+  bf16* weights = reinterpret_cast<bf16*>(scores + kQueriesHeld * kScoreStride);
+  const Place place = c.place(at);
+  float *extremes = place.parts, *parts = extremes + kRanks * kMostQueries * 2;
+  u64* barrier = c.shared.parts + place.barrier;
+  c.expect(place, work.queries * kRanks * (kDims + 2) * 4);
+  Loads loads;
+  load_attention(c, at, work, loads, queries);
+  c.phase_barrier();
+  score(c, loads, queries, scores);
+  c.block_barrier();
+  soften(c, work, scores, weights, extremes, barrier);
+  c.block_barrier();
+  mbarrier_wait(&c.shared.values_full, c.single() ? 0 : c.layers(at) & 1);
+  mix_values(c, work, weights, parts, barrier);
+  c.await(place);
+  join(c, at, work, parts, extremes);
+  c.end();
 }

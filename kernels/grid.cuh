@@ -1,49 +1,115 @@
-// Synchronisation inside one resident grid, and the ring of weight stages in shared memory.
+// Data exchange inside one resident grid of clusters, and the ring of weight stages in shared memory.
 #pragma once
 #include "common.cuh"
 
-// -- barriers between blocks ---------------------------------------------------------------------------------------------
+constexpr int kRanks = 8;  // blocks of a cluster: each takes an eighth of every sum
 
-__device__ __forceinline__ u32 load_acquire(const u32* p) {
-  u32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
+// A grid that was not wholly resident would wait for ever: after some seconds the launch fails instead.
+constexpr u32 kMostSpins = 1u << 24;
+
+// -- between clusters: words that say themselves whether they have been written ------------------------------------------
+
+// A word of an exchanged buffer holds kUnwritten until its value arrives: a reader polls the data itself, so a value
+// takes one store and one load through L2, without a fence and a flag. As two bfloat16 or one float, kUnwritten is a NaN
+// that no instruction produces. Every buffer has two copies that take turns. A block that fills its words of one copy
+// resets those of the other, which everybody has read by then; the reset is fenced before the block's next values.
+constexpr u32 kUnwritten = 0xffffffffu;
+
+__device__ __forceinline__ uint4 load_relaxed16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
 }
 
-__device__ __forceinline__ void add_release(u32* p, u32 value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+__device__ __forceinline__ void store_relaxed(void* p, u32 value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ u32 fetch_add(u32* p, u32 value) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(value) : "memory");
-  return before;
+__device__ __forceinline__ void store_relaxed(void* p, u32 low, u32 high) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(low), "r"(high) : "memory");
 }
 
-// Spins until *p >= target. A grid that was not wholly resident would wait for ever: trap after some seconds instead.
-__device__ __forceinline__ void wait_until(const u32* p, u32 target) {
-  for (u32 spins = 0; load_acquire(p) < target; ++spins)
-    if (spins > (1u << 24)) __trap();
+__device__ __forceinline__ bool written(const uint4& v) {
+  return v.x != kUnwritten && v.y != kUnwritten && v.z != kUnwritten && v.w != kUnwritten;
 }
 
-// Barrier among the THREADS consumer threads of a block.
-template <int THREADS>
-__device__ __forceinline__ void consumer_barrier() {
-  __syncwarp();
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+// Loads COUNT pieces of 16 bytes, each as soon as all of its words have been written. `from(i)` is the address of piece
+// i, or null: nothing is loaded.
+template <int COUNT, typename From>
+__device__ __forceinline__ void poll(uint4 (&to)[COUNT], const From& from) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) to[i] = from(i) != nullptr ? load_relaxed16(from(i)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    for (u32 spins = 0; !written(to[i]); ++spins) {
+      if (spins > kMostSpins) __trap();
+      to[i] = load_relaxed16(from(i));
+    }
 }
 
-// -- the ring -----------------------------------------------------------------------------------------------------------
+// Publishes one word: `value` into the copy in use, kUnwritten into the other.
+__device__ __forceinline__ void exchange(void* copy, void* other, u32 value) {
+  store_relaxed(copy, value);
+  store_relaxed(other, kUnwritten);
+}
 
-// One producer thread fills stages with bulk copies; the consumers wait for all stages of a piece of work at once, and
-// release them together: waiting and arriving at every stage by every warp would cost as much as the work.
+__device__ __forceinline__ void exchange(float* copy, float* other, float2 value) {
+  store_relaxed(copy, __float_as_uint(value.x), __float_as_uint(value.y));
+  store_relaxed(other, kUnwritten, kUnwritten);
+}
+
+// -- inside a cluster: stores into the shared memory of another block, counted by its barrier ----------------------------
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The address in the block `rank` of what lies at `address` in this one.
+__device__ __forceinline__ u32 remote(u32 address, u32 rank) {
+  u32 result;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+  return result;
+}
+
+__device__ __forceinline__ void send(u32 to, float value, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+               "r"(__float_as_uint(value)), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void send(u32 to, float first, float second, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+               "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// -- barriers ------------------------------------------------------------------------------------------------------------
+
+template <int NAME, int THREADS>
+__device__ __forceinline__ void named_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(NAME), "n"(THREADS) : "memory");
+}
+
+template <int NAME, int THREADS>
+__device__ __forceinline__ void named_barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(NAME), "n"(THREADS) : "memory");
+}
 
 __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier, u32 count) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_expect(u64* barrier, u32 bytes) {
@@ -51,15 +117,19 @@ __device__ __forceinline__ void mbarrier_expect(u64* barrier, u32 bytes) {
                : "memory");
 }
 
+// With the usual scope of a block: the wider ones invalidate the first-level cache at every wait, and what arrives is shared
+// memory, which is not cached.
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
-  u32 done = 0;
-  while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+  for (u32 done = 0, spins = 0; !done; ++spins) {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
                  : "r"(shared_address(barrier)), "r"(parity)
                  : "memory");
+    if (spins > kMostSpins) __trap();
   }
 }
+
+// -- the ring ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
@@ -75,54 +145,29 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 
       : "memory");
 }
 
+// One producer thread fills stages with bulk copies, in the order in which the consumers use them. Stages are numbered
+// from the start of the launch.
 template <int DEPTH, int BYTES>
 struct Ring {
   unsigned char* data;
   u64* full;
   u64* empty;
-  int slot = 0;
-  u32 parity = 0;
 
-  int pushed = 0;
-
-  // Producer: fetch BYTES from `global` into the next stage. At most AHEAD stages are under way at once: more would
-  // only queue in front of the few bytes that other blocks wait for.
+  // Producer: fetch `bytes` from `global` as stage `number`. At most AHEAD stages are under way at once.
   template <int AHEAD>
-  __device__ __forceinline__ void push(const void* global, u64 policy) {
+  __device__ __forceinline__ void push(u32 number, const void* global, u32 bytes, u64 policy) const {
     static_assert(AHEAD <= DEPTH, "stages under way");
-    if (pushed >= AHEAD) mbarrier_wait(full + (slot + DEPTH - AHEAD) % DEPTH, slot >= AHEAD ? parity : parity ^ 1);
-    ++pushed;
-    mbarrier_wait(empty + slot, parity ^ 1);
-    mbarrier_expect(full + slot, BYTES);
-    bulk_copy(data + slot * BYTES, global, BYTES, full + slot, policy);
-    advance(1);
+    if (number >= AHEAD) wait(number - AHEAD);
+    if (number >= DEPTH) mbarrier_wait(empty + number % DEPTH, (number / DEPTH - 1) & 1);
+    mbarrier_expect(full + number % DEPTH, bytes);
+    bulk_copy(data + number % DEPTH * BYTES, global, bytes, full + number % DEPTH, policy);
   }
 
-  // The stage that comes `ahead` behind the next one; `ahead` < DEPTH.
-  __device__ __forceinline__ int slot_of(int ahead) const {
-    const int ring_slot = slot + ahead;
-    return ring_slot < DEPTH ? ring_slot : ring_slot - DEPTH;
-  }
+  __device__ __forceinline__ const unsigned char* stage(u32 number) const { return data + number % DEPTH * BYTES; }
 
-  __device__ __forceinline__ const unsigned char* stage(int ahead) const { return data + slot_of(ahead) * BYTES; }
+  __device__ __forceinline__ void wait(u32 number) const { mbarrier_wait(full + number % DEPTH, number / DEPTH & 1); }
 
-  // One thread: wait for the next `count` stages. A barrier of the block makes them visible to the other threads.
-  __device__ __forceinline__ void wait(int count) const {
-    for (int i = 0; i < count; ++i) mbarrier_wait(full + slot_of(i), slot + i < DEPTH ? parity : parity ^ 1);
-  }
-
-  // One thread: the next `count` stages may be filled again. Between the loads from them and this call there must be a
-  // barrier that waits for results which depend on the loads: an arrival may overtake a load that is still under way.
-  __device__ __forceinline__ void release(int count) const {
-    for (int i = 0; i < count; ++i) mbarrier_arrive(empty + slot_of(i));
-  }
-
-  // All threads: go on behind the next `count` stages.
-  __device__ __forceinline__ void advance(int count) {
-    slot += count;
-    if (slot >= DEPTH) {
-      slot -= DEPTH;
-      parity ^= 1;
-    }
-  }
+  // One lane: this warp needs `count` of the stage's shares no longer. The warp must have issued an instruction that uses
+  // what it loaded: an arrival would overtake a load that is still under way.
+  __device__ __forceinline__ void release(u32 number, u32 count) const { mbarrier_arrive(empty + number % DEPTH, count); }
 };

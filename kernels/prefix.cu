@@ -14,6 +14,27 @@ __device__ __forceinline__ float inverse_rms(const bf16* row, float eps, float* 
   return rsqrtf(block_sum<kThreads>(squares, scratch) / WIDTH + eps);
 }
 
+// scale[row] = 1 / rms of the residual's row, float32. The next kernel may begin as soon as all blocks run, so it must
+// wait for this one before it reads `scale`. One warp a row.
+constexpr int kRmsRows = kThreads / kWarpSize;
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    inverse_rms_rows(const bf16* x, float* scale, int rows, float eps) {
+  overlap_wait();
+  overlap_trigger();  // behind the wait: the next kernel may read what the one in front of this one wrote
+  const int row = blockIdx.x * kRmsRows + threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  if (row >= rows) return;
+  uint4 groups[WIDTH / (8 * kWarpSize)];
+#pragma unroll
+  for (int i = 0; i < WIDTH / (8 * kWarpSize); ++i)
+    groups[i] = load16(x + static_cast<u64>(row) * WIDTH + (i * kWarpSize + lane) * 8);
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < WIDTH / (8 * kWarpSize); ++i) squares += sum_of_squares8(groups[i]);
+  squares = warp_sum(squares);
+  if (lane == 0) scale[row] = rsqrtf(squares / WIDTH + eps);
+}
+
 #ifdef HEADS
 // qkv bf16[rows, (HEADS + 2) * HEAD_DIM] = x @ W; rope bf16[rows, HEAD_DIM] = cosines, sines. Normalises, rotates query
 // and key; query and its place in qkv may be the same memory. With WITH_QUERY 0, qkv holds key and value alone.

@@ -52,8 +52,8 @@ ACTION_CHUNK = {
     "capsule": "string",
 }
 ENGINE_STATUS = {
-    "state", "policy", "checkpoint", "fingerprint", "plan", "precision", "kernels", "epoch", "latency",
-    "rate", "streams", "capsule_count", "capsule_device_bytes", "capsule_host_bytes", "capsule_disk_bytes",
+    "state", "policy", "checkpoint", "fingerprint", "plan", "precision", "fidelity", "kernels", "epoch",
+    "latency", "rate", "streams", "capsule_count", "capsule_device_bytes", "capsule_host_bytes", "capsule_disk_bytes",
 }  # fmt: skip
 CAUSES = {
     "SUCCESS", "NOT_AVAILABLE", "INACTIVE", "BUSY", "MID_STAGE", "BAD_NAME", "UNKNOWN_NAME", "ALREADY_EXISTS",

@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="prompt tokens, exactly (default: the longest prompt)")
     parser.add_argument("--baselines", default="none", help=f"none, all, or some of {_ALL} (default: none)")
     parser.add_argument("--mechanisms", action="store_true", help="also time overlap and reuse, off and on")
+    parser.add_argument("--load", action="store_true", help="also time two starts, with kernels not cached and cached")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: 10)")
     parser.add_argument("--calls", type=int, default=100, help="timed calls of a round, at most (default: 100)")
     parser.add_argument("--turn-seconds", type=float, default=1.0, help="of a slow candidate's turn (default: 1)")
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 settings = Case(views, chunk, args.tokens).settings(given, Path(folder) / "checkpoint")
                 results.append(bench(settings, options, pictures, _say))
+            options = replace(options, load=False)  # a start takes as long in every case
             _save(args.out, results)
     except (PolicyError, EngineError, MeasureError) as error:
         raise CommandError(str(error)) from None
@@ -72,7 +75,7 @@ def _options(args: argparse.Namespace) -> Options:
             raise CommandError(f"unknown baseline '{name}'; there are: {', '.join(BASELINES)}")
     parity: Mapping[str, Any] | None = read_report(args.parity) if args.parity else None
     schedule = Schedule(rounds=args.rounds, calls=args.calls, turn_s=args.turn_seconds)
-    return Options(args.device, schedule, names, args.mechanisms, parity)
+    return Options(args.device, schedule, names, args.mechanisms, parity, args.load)
 
 
 def _save(path: Path | None, results: list[dict[str, Any]]) -> None:
@@ -104,6 +107,10 @@ def summary(results: list[dict[str, Any]]) -> str:
         if beside or pairs:
             parts.append(table((_name(r), "ms", "times ours", "kernels", "cosine"), [*beside, *pairs]))
         parts += [f"{name} off / on: not timed, {reason}" for name, reason in r["pairs_missing"].items()]
+        parts.append(table((_name(r), "µs"), list(r["call_parts_us"].items())))
+        if r["load_s"]:
+            shown = ("first_action", "second_start", "second_start_with_imports")
+            parts.append(", ".join(f"{name} {r['load_s'][name]} s" for name in shown))
         if r["gpu"]:
             power, clock = r["gpu"].get("power_w", {}), r["gpu"].get("sm_mhz", {})
             parts.append(f"GPU: median {power.get('median')} W (max {power.get('max')}), {clock.get('median')} MHz")

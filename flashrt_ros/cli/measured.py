@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,26 @@ def weights_settings(args: argparse.Namespace) -> dict[str, Any]:
         return policy_settings(args.set)
     given = policy_settings(args.set) if args.set else {}
     return {"preset": "pi05", **given, "checkpoint": str(args.checkpoint)}
+
+
+def add_case_arguments(parser: argparse._ActionsContainer) -> None:
+    """Declare `--case` and `--tokens`: the configuration that a checkpoint is cut to."""
+    parser.add_argument(
+        "--case", type=cases, metavar="VxC", help="views x chunk, as in `bench` (default: all, its own)"
+    )
+    parser.add_argument("--tokens", type=int, help="prompt tokens, as in `bench` (default: the policy's buckets)")
+
+
+@contextmanager
+def case_settings(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The settings that the arguments say, within the block: a cut of the checkpoint lives in a folder of its own."""
+    from ..measure.pi05.subject import Case
+
+    if args.case is not None and len(args.case) != 1:
+        raise CommandError("--case takes one configuration, such as 2x10")
+    views, chunk = args.case[0] if args.case else (None, None)
+    with tempfile.TemporaryDirectory() as folder:
+        yield Case(views, chunk, args.tokens).settings(weights_settings(args), Path(folder) / "checkpoint")
 
 
 def cases(text: str) -> list[Case]:

@@ -6,12 +6,14 @@ Pure data and checks. It imports neither torch nor numpy, so that a plan can be 
 from .buffers import Buffer, DType, Rate, Role
 from .contract import Contract
 from .errors import ContractError
+from .formats import WIDE, SiteFormat
 from .identity import Identity
 from .regions import Extent, Region
 from .show import show
 from .stages import Stage, Variant
 
 __all__ = [
+    "WIDE",
     "Buffer",
     "Contract",
     "ContractError",
@@ -21,6 +23,7 @@ __all__ = [
     "Rate",
     "Region",
     "Role",
+    "SiteFormat",
     "Stage",
     "Variant",
     "show",

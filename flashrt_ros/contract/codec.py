@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .buffers import Buffer, DType, Rate, Role
 from .errors import ContractError
+from .formats import SiteFormat
 from .identity import Identity
 from .regions import Extent, Region
 from .stages import Stage, Variant
@@ -39,7 +40,7 @@ def fingerprint(contract: Contract) -> str:
 def differences(one: Contract, other: Contract) -> tuple[str, ...]:
     """Identity fields first, then the parts of the description (buffers, stages, …) that differ."""
     a, b = _describe(one, docs=False), _describe(other, docs=False)
-    parts = [key for key in a if key != "identity" and a[key] != b[key]]
+    parts = [key for key in dict.fromkeys((*a, *b)) if key != "identity" and a.get(key) != b.get(key)]
     return (*one.identity.differences(other.identity), *parts)
 
 
@@ -68,6 +69,8 @@ def _describe(contract: Contract, *, docs: bool) -> dict[str, Any]:
         "regions": [vars(item).copy() for item in contract.regions],
         "extents": [vars(item).copy() for item in contract.extents],
         "variants": [{"name": item.name, "dims": dict(item.dims)} for item in contract.variants],
+        # Left out where there are none, so that a contract without a tier keeps its fingerprint.
+        **({"formats": [vars(item).copy() for item in contract.formats]} if contract.formats else {}),
     }
 
 
@@ -118,6 +121,7 @@ def _build(data: Mapping[str, Any]) -> Contract:
             regions=tuple(Region(**item) for item in data["regions"]),
             extents=tuple(Extent(**item) for item in data["extents"]),
             variants=tuple(Variant(**item) for item in data["variants"]),
+            formats=tuple(SiteFormat(**item) for item in data.get("formats", ())),
         )
     except ContractError:
         raise

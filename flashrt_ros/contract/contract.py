@@ -10,7 +10,8 @@ from typing import TypeVar
 from . import checks, codec
 from .buffers import Buffer, checked_name
 from .errors import ContractError
-from .graph import execution_order, feeders_of, inputs_of, writers_of
+from .formats import SiteFormat
+from .graph import execution_order, feeders_of, followers_of, inputs_of, writers_of
 from .identity import Identity
 from .regions import Extent, Region
 from .stages import Stage, Variant
@@ -20,10 +21,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Contract:
-    """Buffers, stages, regions and identity of one policy on one device.
+    """Buffers, stages, regions, formats and identity of one policy on one device.
 
     Construction runs every check and raises ContractError with the culprit's name. An empty `variants` stands for
-    one shape key named "default".
+    one shape key named "default". `formats` names the sites that are not in the policy's own type; the others are.
     """
 
     name: str
@@ -33,10 +34,11 @@ class Contract:
     regions: tuple[Region, ...] = ()
     extents: tuple[Extent, ...] = ()
     variants: tuple[Variant, ...] = field(default=(Variant("default"),))
+    formats: tuple[SiteFormat, ...] = ()
 
     def __post_init__(self) -> None:
         checked_name("contract", self.name)
-        for attribute in ("buffers", "stages", "regions", "extents", "variants"):
+        for attribute in ("buffers", "stages", "regions", "extents", "variants", "formats"):
             object.__setattr__(self, attribute, tuple(getattr(self, attribute)))
         if not self.variants:
             object.__setattr__(self, "variants", (Variant("default"),))
@@ -57,13 +59,14 @@ class Contract:
 
     def _named_parts(
         self,
-    ) -> dict[str, tuple[Buffer | Stage | Region | Extent | Variant, ...]]:
+    ) -> dict[str, tuple[Buffer | Stage | Region | Extent | Variant | SiteFormat, ...]]:
         return {
             "buffer": self.buffers,
             "stage": self.stages,
             "region": self.regions,
             "extent": self.extents,
             "variant": self.variants,
+            "site": self.formats,
         }
 
     @cached_property
@@ -120,6 +123,10 @@ class Contract:
     def feeders(self, stage: Stage) -> Mapping[str, tuple[Stage, ...]]:
         """Stages that must have written each input of `stage` before it runs."""
         return feeders_of(stage, self.writers)
+
+    def followers(self, name: str) -> tuple[Stage, ...]:
+        """Stages that must not run before buffer `name` holds what it should: its readers, and all that follow them."""
+        return followers_of(self.buffer(name).name, self.order, self.writers)
 
     def differences(self, other: Contract) -> tuple[str, ...]:
         """Names of the identity fields and contract parts in which `other` differs; empty if fingerprints are equal."""

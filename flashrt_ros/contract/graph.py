@@ -48,6 +48,16 @@ def _comes_first(writer: Stage, reader: Stage, name: str) -> bool:
     return writer.rate < reader.rate or name not in reader.writes
 
 
+def followers_of(name: str, order: Iterable[Stage], writers: Mapping[str, tuple[Stage, ...]]) -> tuple[Stage, ...]:
+    """Stages of `order` (an execution order) whose work depends on buffer `name`, directly or through other stages."""
+    found: dict[str, Stage] = {}
+    for stage in order:
+        feeding = {writer.name for group in feeders_of(stage, writers).values() for writer in group}
+        if name in inputs_of(stage, writers) or found.keys() & (feeding | set(stage.after)):
+            found[stage.name] = stage
+    return tuple(found.values())
+
+
 def rate_of(buffer: Buffer, writers: Mapping[str, tuple[Stage, ...]]) -> Rate:
     """How often the content of `buffer` may change."""
     if buffer.rate is not None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from .buffers import Buffer
 from .contract import Contract
+from .formats import summary
 from .graph import rate_of
 from .regions import Region
 
 
 def show(contract: Contract) -> str:
-    """Identity, stages in execution order, buffers by role and capsule regions, as aligned plain text."""
+    """Identity, formats, stages in execution order, buffers by role and capsule regions, as aligned plain text."""
     parts = [
         [f"contract {contract.name}   fingerprint {contract.fingerprint}"],
         _identity(contract),
+        _formats(contract),
         _stages(contract),
         _buffers(contract),
         _regions(contract),
@@ -41,6 +43,13 @@ def _identity(contract: Contract) -> list[str]:
     for key, value in contract.identity.to_dict().items():
         rows.append((key, ", ".join(value) if isinstance(value, list) else str(value)))
     return ["identity", *table(rows)]
+
+
+def _formats(contract: Contract) -> list[str]:
+    if not contract.formats:
+        return []
+    rows: list[tuple[str, ...]] = [*summary(contract.formats)]
+    return ["formats   weight, activation; every other site is 16-bit", *table(rows)]
 
 
 def _stages(contract: Contract) -> list[str]:

@@ -3,9 +3,10 @@
 It needs torch and knows no model.
 """
 
-from .arena import Arena, resolve_device
+from .arena import Arena, arena_offsets
 from .capsule import Capsule, Tier
 from .cview import CView
+from .devices import memory_refusals, require_memory, resolve_device
 from .errors import (
     BudgetFullError,
     BusyError,
@@ -39,6 +40,7 @@ from .graphs import StageBody
 from .manager import SessionManager
 from .session import Session
 from .store import CapsuleStore
+from .windows import WindowPath, choose_path
 
 __all__ = [
     "Arena",
@@ -76,5 +78,10 @@ __all__ = [
     "UnknownCapsuleError",
     "UnknownSessionError",
     "WindowError",
+    "WindowPath",
+    "arena_offsets",
+    "choose_path",
+    "memory_refusals",
+    "require_memory",
     "resolve_device",
 ]

@@ -36,6 +36,10 @@ class Arena(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def place(self, name: str, tensor: torch.Tensor) -> None:
+        """Let buffer `name` be `tensor`, of its shape and type, outside the allocation; before anything is captured."""
+        self._tensors[name] = tensor
+
     def address(self, name: str) -> int:
         """Address of the first byte of buffer `name`, on the arena's device."""
         return self._tensors[name].data_ptr()
@@ -61,19 +65,3 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         raise DeviceError(f"cannot allocate an arena of {nbytes} bytes on '{device}': {first_line}") from None
     shift = -padded.data_ptr() % ALIGNMENT
     return padded[shift : shift + nbytes]
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device called `name` ("cpu", "cuda", "cuda:1"); DeviceError if this machine lacks it."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise DeviceError(f"unknown device '{name}'; use 'cpu', 'cuda' or 'cuda:N'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"device '{name}' is not supported; use 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(
-            f"device '{name}' was asked for, but torch {torch.__version__} sees {torch.cuda.device_count()} CUDA "
-            "device(s) here; check `nvidia-smi` and the torch build, or set device to 'cpu'"
-        )
-    return device

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
@@ -18,7 +18,7 @@ from .versions import LedgerState
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-class Tier(Enum):
+class Tier(StrEnum):
     """Where the bytes of a capsule are."""
 
     DEVICE = "device"
@@ -42,7 +42,11 @@ class SessionState:
 
 @dataclass
 class Capsule:
-    """One saved state: a description, the session's state, and the packed live bytes of its regions."""
+    """One saved state: a description, the session's state, and the packed live bytes of its regions.
+
+    The bytes arrive in the order of the stream that the session was on. `copied` tells a host when they are in pinned
+    memory; None where no copy of that kind is under way.
+    """
 
     name: str
     contract: Contract
@@ -53,6 +57,13 @@ class Capsule:
     description: str = ""
     keep: bool = False
     created_ns: int = field(default_factory=time.time_ns)
+    copied: torch.cuda.Event | None = None
+
+    def host_bytes(self) -> torch.Tensor:
+        """uint8[nbytes] in host memory, after waiting for them; the block itself if that is where it lies."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.block.cpu()
 
     @property
     def nbytes(self) -> int:

@@ -13,9 +13,9 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ from .arena import arena_offsets
 from .capsule import Capsule, SessionState, Tier
 from .errors import CapsuleFileError, CapsuleStorageError, DiskFullError, ForeignFileError, ReadOnlyError
 from .layout import Layout, live_layout
+from .payload import PIECE, PayloadReading, digest
 from .versions import LedgerState
 
 SCHEMA = 1
 SUFFIX = ".capsule.safetensors"
 _FORMAT = "flashrt_ros.capsule"
 _HEADER = struct.Struct("<Q")  # safetensors: length of the JSON header, then the header, then the payload
-_PIECE = 1 << 20  # payload bytes a digest; pieces are hashed side by side, as one SHA-256 is slower than the disk
 _MAX_HEADER = 16 << 20
 
 
@@ -43,7 +43,7 @@ def save_capsule(capsule: Capsule, path: Path) -> None:
     Raises:
         DiskFullError, ReadOnlyError, CapsuleStorageError: the old file, if any, is untouched.
     """
-    payload = (capsule.block.cpu().numpy(), capsule.state.generator.numpy())
+    payload = (capsule.host_bytes().numpy(), capsule.state.generator.numpy())
     header = _header(capsule, payload)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -65,13 +65,13 @@ def load_capsule(path: Path, name: str | None = None) -> Capsule:
         CapsuleStorageError: the file cannot be read.
     """
     try:
-        data = np.fromfile(path, dtype=np.uint8)
+        with open(path, "rb", buffering=0) as file:
+            tensors, manifest = _read_header(path, file)
+            with _begin_reading(file, tensors) as payload:
+                contract = _contract(path, manifest)  # meanwhile
+                return _rebuild(path, manifest, tensors, payload, contract, name)
     except OSError as error:
         raise storage_error(path, error) from None
-    tensors, manifest, payload = _split(path, data)
-    contract = _contract(path, manifest)
-    try:
-        return _rebuild(path, manifest, tensors, payload, contract, name)
     except CapsuleFileError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -94,12 +94,11 @@ class CapsuleDescription:
 def describe_capsule(path: Path) -> CapsuleDescription:
     """Read the head of a capsule file; raises as `load_capsule` does, but does not look at the payload."""
     try:
-        with open(path, "rb") as file:
-            header = file.read(_header_length(path, file.read(_HEADER.size)))
+        with open(path, "rb", buffering=0) as file:
+            _, manifest = _read_header(path, file)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise storage_error(path, error) from None
-    _, manifest = _parse_header(path, header)
     fields = ("name", "description", "keep", "created_ns", "fingerprint", "notes")
     try:
         return CapsuleDescription(nbytes=size, **{field: manifest[field] for field in fields})
@@ -125,8 +124,8 @@ def _header(capsule: Capsule, payload: tuple[np.ndarray, ...]) -> bytes:
         "ran_for": dict(ledger.ran_for),
         "notes": dict(capsule.state.notes),
         "unfilled": sorted(capsule.state.unfilled),
-        "sha256": _digest(*payload),
-        "sha256_piece_bytes": _PIECE,
+        "sha256": digest(*payload),
+        "sha256_piece_bytes": PIECE,
     }
     text = json.dumps(manifest, sort_keys=True)
     manifest_digest = hashlib.sha256(text.encode()).hexdigest()
@@ -143,14 +142,6 @@ def _ranges(layout: Layout, total: int) -> dict[str, tuple[int, int]]:
     starts = [(f"region.{s.region.name}", s.packed) for s in layout.segments] + [("generator", layout.nbytes)]
     ends = [start for _, start in starts[1:]] + [total]
     return {name: (start, end) for (name, start), end in zip(starts, ends, strict=True)}
-
-
-def _digest(block: np.ndarray, generator: np.ndarray) -> str:
-    """SHA-256 over the SHA-256 digests of the block's pieces of 1 MiB and of the generator, in hexadecimal."""
-    pieces = [block[start : start + _PIECE] for start in range(0, len(block), _PIECE)] + [generator]
-    with ThreadPoolExecutor() as pool:
-        digests = pool.map(lambda piece: hashlib.sha256(piece.data).digest(), pieces)
-    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def _write_synchronised(path: Path, parts: tuple[bytes | memoryview, ...]) -> None:
@@ -176,16 +167,25 @@ def storage_error(path: Path, error: OSError) -> CapsuleStorageError:
         return DiskFullError(f"{path}: no space left on the disk; free some, or save elsewhere")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return ReadOnlyError(f"{path}: the folder cannot be written ({error.strerror}); choose another folder")
-    return CapsuleStorageError(f"{path}: {error.strerror}")
+    return CapsuleStorageError(f"{path}: {error.strerror or error}")
 
 
-def _split(path: Path, data: np.ndarray) -> tuple[dict[str, Any], dict[str, Any], np.ndarray]:
-    """The tensor table, the manifest and the payload of a file's bytes."""
-    length = _header_length(path, data[: _HEADER.size].tobytes())
-    if _HEADER.size + length > len(data):
+def _read_header(path: Path, file: FileIO) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensor table and the manifest; leaves `file` at the first byte of the payload."""
+    length = _header_length(path, file.read(_HEADER.size))
+    header = file.read(length)
+    if len(header) < length:
         raise CapsuleFileError(path, "header", "truncated inside the header")
-    tensors, manifest = _parse_header(path, data[_HEADER.size : _HEADER.size + length].tobytes())
-    return tensors, manifest, data[_HEADER.size + length :]
+    return _parse_header(path, header)
+
+
+def _begin_reading(file: FileIO, tensors: Mapping[str, Any]) -> PayloadReading:
+    """Read all that is left, cut where the tensor table says that the generator begins; `_rebuild` checks the table."""
+    start = file.tell()
+    size = os.fstat(file.fileno()).st_size - start
+    cut = tensors["generator"]["data_offsets"][0]
+    block_bytes = min(max(int(cut), 0), size)
+    return PayloadReading(file, start, block_bytes, size - block_bytes)
 
 
 def _header_length(path: Path, start: bytes) -> int:
@@ -230,22 +230,22 @@ def _rebuild(
     path: Path,
     manifest: Mapping[str, Any],
     tensors: Mapping[str, Any],
-    payload: np.ndarray,
+    payload: PayloadReading,
     contract: Contract,
     name: str | None,
 ) -> Capsule:
     layout = live_layout(contract, arena_offsets(contract)[0], manifest["extents"])
-    if {key: tuple(entry["data_offsets"]) for key, entry in tensors.items()} != _ranges(layout, len(payload)):
+    total = len(payload.block) + len(payload.generator)
+    if {key: tuple(entry["data_offsets"]) for key, entry in tensors.items()} != _ranges(layout, total):
         raise CapsuleFileError(path, "regions", "truncated, or the tensor table does not fit the contract")
-    block, generator = payload[: layout.nbytes], payload[layout.nbytes :]
-    if manifest["sha256"] != _digest(block, generator):
+    if manifest["sha256"] != payload.digest():
         raise CapsuleFileError(path, "sha256", "the payload was altered")
     consumed = {key: None if seen is None else tuple(seen) for key, seen in manifest["consumed"].items()}
     ledger = LedgerState(manifest["versions"], consumed, manifest["ran_for"], manifest["variant"], contents={})
     state = SessionState(
         ledger,
         manifest["extents"],
-        torch.from_numpy(generator),
+        torch.from_numpy(payload.generator),
         manifest["notes"],
         frozenset(manifest["unfilled"]),
     )
@@ -254,7 +254,7 @@ def _rebuild(
         contract=contract,
         state=state,
         layout=layout,
-        block=torch.from_numpy(block),
+        block=torch.from_numpy(payload.block),
         tier=Tier.HOST,
         description=manifest["description"],
         keep=manifest["keep"],

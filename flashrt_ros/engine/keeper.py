@@ -39,8 +39,9 @@ class StateKeeper:
         self._extents, self._generator, self._notes = extents, generator, notes
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._copier = RegionCopier(arena.storage, self.largest().nbytes, copy_regions)
-        saved = {region.buffer for region in contract.regions}
-        self._saved = tuple(sorted(saved))
+        self._segments_of = _segments_of(contract)
+        self._all_segments = (1 << len(contract.regions)) - 1
+        saved = self._segments_of.keys()
         self._inputs = tuple(buffer.name for buffer in contract.buffers if buffer.filled_by_host)
         self._mirrored = [w for name, w in windows.items() if name in saved and not w.in_place]
 
@@ -60,8 +61,11 @@ class StateKeeper:
         return layout
 
     def save(self, layout: Layout, block: torch.Tensor, unfilled: AbstractSet[str]) -> SessionState:
-        """Copy the live regions into `block` and return the rest of the state."""
-        self._copier.gather(layout, block)
+        """Copy the live regions into `block` and return the rest of the state.
+
+        The copy is enqueued first: a GPU works on it while the rest is collected.
+        """
+        self._copier.gather(layout, block, self._all_segments)
         return self._state(unfilled)
 
     def new_parked(self) -> Parked:
@@ -73,10 +77,18 @@ class StateKeeper:
         """Save into `parked` what has changed since it was saved there last."""
         layout = self.layout(reserve=True)
         held = parked.state.ledger.contents if parked.state is not None else {}
-        now = self._ledger.contents
-        changed = [s for s in layout.segments if held.get(s.region.buffer) != now[s.region.buffer]]
-        self._copier.gather(layout, parked.block, changed)
+        changed = self._differing(held)
+        if changed:
+            self._copier.gather(layout, parked.block, changed)
         parked.state, parked.layout = self._state(unfilled), layout
+
+    def _differing(self, contents: Mapping[str, int]) -> int:
+        """Mask of the segments whose buffer holds something else now than `contents` says."""
+        now, mask = self._ledger.contents, 0
+        for name, segments in self._segments_of.items():
+            if contents.get(name) != now[name]:
+                mask |= segments
+        return mask
 
     def _state(self, unfilled: AbstractSet[str]) -> SessionState:
         return SessionState(
@@ -89,9 +101,7 @@ class StateKeeper:
 
     def load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> set[str]:
         """Bring a saved state back; returns the input windows that do not hold what the state believes of them."""
-        contents = self._ledger.contents
-        present = {n for n in self._saved if contents[n] == state.ledger.contents.get(n)}
-        differing = [s for s in layout.segments if s.region.buffer not in present]
+        differing = self._differing(state.ledger.contents)
         if differing:
             self._copier.scatter(layout, block, differing)
         for window in self._mirrored:
@@ -100,7 +110,7 @@ class StateKeeper:
         self._generator.set_state(state.generator)
         self._notes.clear()
         self._notes.update(state.notes)
-        foreign = self._ledger.load(state.ledger, restored=self._saved)
+        foreign = self._ledger.load(state.ledger)
         return foreign.intersection(self._inputs) | state.unfilled
 
     def unfilled(self, foreign: set[str]) -> set[str]:
@@ -113,6 +123,14 @@ class StateKeeper:
         for region in self._contract.regions:
             if region.live == name:
                 self._ledger.renew(region.buffer)
+
+
+def _segments_of(contract: Contract) -> dict[str, int]:
+    """For each saved buffer, the mask of its segments in every layout of `contract`."""
+    masks: dict[str, int] = {}
+    for index, region in enumerate(contract.regions):
+        masks[region.buffer] = masks.get(region.buffer, 0) | 1 << index
+    return masks
 
 
 def static_without_writer(contract: Contract) -> list[str]:

@@ -27,12 +27,17 @@ class Segment:
         return self.blocks * self.live
 
 
+LayoutKey = tuple[int, ...]
+"""Whether dead rows keep their places, then the live rows of each extent. It tells the layouts of a contract apart."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The live segments of a contract at certain extents, and the size of the packed block that holds them."""
 
     segments: tuple[Segment, ...]
     nbytes: int
+    key: LayoutKey
 
 
 def live_layout(
@@ -51,7 +56,7 @@ def live_layout(
         segment = Segment(region, offsets[region.buffer] + region.offset, region.block_bytes, region.blocks, live, end)
         end += -(-(region.nbytes if reserve else segment.nbytes) // PACKING) * PACKING
         segments.append(segment)
-    return Layout(tuple(segments), end)
+    return Layout(tuple(segments), end, (reserve, *(extents[extent.name] for extent in contract.extents)))
 
 
 def _live_bytes(contract: Contract, region: Region, extents: Mapping[str, int]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -13,6 +12,7 @@ from .errors import FingerprintError, StateError
 from .keeper import StateKeeper
 from .layout import Layout
 from .store import CapsuleStore
+from .turn import Turn
 
 
 class StateSaving(ABC):
@@ -25,7 +25,7 @@ class StateSaving(ABC):
     _unfilled: set[str]
 
     @abstractmethod
-    def _exclusively(self, action: str) -> AbstractContextManager[None]:
+    def _exclusively(self, action: str) -> Turn:
         """Keep every other driver out during `action`."""
 
     @abstractmethod
@@ -42,6 +42,9 @@ class StateSaving(ABC):
     def snapshot(self, name: str, *, description: str = "", keep: bool = False, replace: bool = False) -> Capsule:
         """Save the live state under `name`.
 
+        On a GPU it returns when the copy is enqueued: whatever the stream does next cannot change what was saved, and a
+        restore that follows on it finds the bytes. Sessions that share a store are driven on one stream.
+
         Raises:
             CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
         """
@@ -51,7 +54,11 @@ class StateSaving(ABC):
 
             def make(block: torch.Tensor, tier: Tier) -> Capsule:
                 state = self._keeper.save(layout, block, self._unfilled)
-                return Capsule(name, self.contract, state, layout, block, tier, description, keep)
+                capsule = Capsule(name, self.contract, state, layout, block, tier, description, keep)
+                if tier is Tier.HOST and self.device.type == "cuda":
+                    capsule.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    capsule.copied.record(torch.cuda.current_stream(self.device))
+                return capsule
 
             return self.capsules.add(name, layout.nbytes, make, replace=replace)
 
@@ -71,7 +78,8 @@ class StateSaving(ABC):
     def restore(self, name: str) -> Capsule:
         """Go back to the state saved under `name`: bytes, versions, noise generator, shape key and notes.
 
-        Windows that the capsule does not hold (the images) must be filled before a stage reads them again.
+        Windows that the capsule does not hold (the images) must be filled before a stage reads them again. On a GPU it
+        returns when the copy is enqueued, in front of the replays that follow.
 
         Raises:
             UnknownCapsuleError, FingerprintError: nothing was changed.
@@ -88,7 +96,7 @@ class StateSaving(ABC):
 
     def adopt(self, capsule: Capsule) -> None:
         """Go to the state that `capsule` holds; FingerprintError if it is of another contract."""
-        if capsule.fingerprint != self.contract.fingerprint:
+        if capsule.contract is not self.contract and capsule.fingerprint != self.contract.fingerprint:
             raise FingerprintError(capsule.name, self.contract.differences(capsule.contract))
         self._load(capsule.state, capsule.layout, capsule.block)
 

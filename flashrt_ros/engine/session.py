@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,11 +9,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from ..contract import Contract, Rate, Role
-from .arena import Arena, resolve_device
+from ..contract import Contract, Rate, Role, Stage
+from .arena import Arena
 from .copier import CopyRegions, copy_with_torch
+from .devices import resolve_device
 from .errors import (
-    BusyError,
     ClosedError,
     EngineError,
     RoleError,
@@ -27,8 +26,9 @@ from .graphs import GraphSet, StageBody
 from .keeper import StateKeeper, static_without_writer
 from .saving import StateSaving
 from .store import CapsuleStore
+from .turn import Turn
 from .versions import VersionLedger
-from .windows import Filling, Window, checked, host_copy, open_windows
+from .windows import Filling, Window, WindowPath, checked, choose_path, host_copy, open_windows
 
 
 class Session(StateSaving):
@@ -45,6 +45,7 @@ class Session(StateSaving):
         seed: of the generator that `draw` uses. It runs on the host, so a seed gives equal noise on every device.
         capsules: where snapshots go; a store with the default budgets is made when the first one is taken.
         copy_regions: how the bytes of a capsule are copied; a faster one must do exactly what `copy_with_torch` does.
+        windows: how windows reach the stages; by default as `choose_path` says for the device.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Session(StateSaving):
         seed: int = 0,
         capsules: CapsuleStore | None = None,
         copy_regions: CopyRegions = copy_with_torch,
+        windows: WindowPath | None = None,
     ) -> None:
         self.contract = contract
         self.device = resolve_device(device)
@@ -67,7 +69,9 @@ class Session(StateSaving):
         self._capsules = capsules
         self._bodies = bodies
         self._order = tuple(stage.name for stage in contract.order)
-        self._windows: dict[str, Window] = open_windows(contract, self.arena)
+        self._following: dict[str, frozenset[str]] = {}
+        self._windows: dict[str, Window] = open_windows(contract, self.arena, choose_path(self.device, windows))
+        self._in_flight = {stage.name: self._read_in_place(stage) for stage in contract.stages}
         self._ledger = VersionLedger(contract, contract.variants[0].name)
         self._keeper = StateKeeper(
             contract, self.arena, self._ledger, self._windows, self.extents, self.generator, self.notes, copy_regions
@@ -75,7 +79,7 @@ class Session(StateSaving):
         self._unfilled = self._keeper.unfilled(set())
         self._graphs: GraphSet | None = None
         self._closed = False
-        self._driving = threading.Lock()
+        self._driving = Turn()
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -116,7 +120,7 @@ class Session(StateSaving):
         with self._exclusively("close"):
             self._closed = True
             self._graphs = None
-            self._windows = {}
+            self._windows, self._in_flight = {}, {}
             self._bodies = {}
             del self._keeper
             self._arena = None
@@ -185,14 +189,20 @@ class Session(StateSaving):
 
     # -- driving ---------------------------------------------------------------------------------------------------
 
-    def act(self) -> tuple[str, ...]:
-        """Replay exactly the stale stages, in contract order, and return their names."""
+    def act(self, apart_from: str | None = None) -> tuple[str, ...]:
+        """Replay exactly the stale stages, in contract order, and return their names.
+
+        Args:
+            apart_from: leave out every stage that follows from this buffer, so that the host can fill it while the
+                device works on the others; `act()` replays the rest.
+        """
+        left_out = frozenset[str]() if apart_from is None else self._followers(apart_from)
         with self._exclusively("act"):
             self._require_configured()
             is_stale = self._ledger.is_stale
             replayed = []
             for stage in self._order:
-                if is_stale(stage):
+                if stage not in left_out and is_stale(stage):
                     self._run(stage)
                     replayed.append(stage)
             return tuple(replayed)
@@ -254,6 +264,15 @@ class Session(StateSaving):
         window = self._windows.get(name)
         return None if window is None else window.array.ctypes.data
 
+    def window_path(self, name: str) -> WindowPath:
+        """How what the host writes into SWAP window `name` reaches the stages."""
+        if self.contract.buffer(name).role is not Role.SWAP:
+            raise RoleError(
+                f"'{name}' is a {self.contract.buffer(name).role.name} buffer, only SWAP buffers are windows"
+            )
+        self._require_open()
+        return self._windows[name].path
+
     @property
     def variant(self) -> str:
         """The selected shape key."""
@@ -285,8 +304,21 @@ class Session(StateSaving):
         except BaseException:
             self._ledger.failed(stage)
             raise
+        for window in self._in_flight[stage]:
+            window.mark_read()
         self._ledger.ran(stage)
         self.counts[stage] += 1
+
+    def _read_in_place(self, stage: Stage) -> tuple[Window, ...]:
+        """Mapped windows that `stage` reads: they may be written again when its replay has ended."""
+        used = (self._windows.get(name) for name in stage.reads)
+        return tuple(window for window in used if window is not None and window.path is WindowPath.MAPPED)
+
+    def _followers(self, buffer: str) -> frozenset[str]:
+        found = self._following.get(buffer)
+        if found is None:
+            found = self._following[buffer] = frozenset(stage.name for stage in self.contract.followers(buffer))
+        return found
 
     def _input_window(self, name: str) -> Window:
         self._require_open()
@@ -315,12 +347,6 @@ class Session(StateSaving):
         if self._closed:
             raise ClosedError("the session is closed; build a new one")
 
-    @contextmanager
-    def _exclusively(self, action: str) -> Iterator[None]:
+    def _exclusively(self, action: str) -> Turn:
         self._require_open()
-        if not self._driving.acquire(blocking=False):
-            raise BusyError(f"cannot {action}: the session is being driven already (by a thread, stage or open window)")
-        try:
-            yield
-        finally:
-            self._driving.release()
+        return self._driving.begin(action)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect
 
 import torch
 
@@ -35,14 +35,15 @@ class FreeList:
 
     def give_back(self, offset: int) -> None:
         """Free the piece at `offset`."""
-        insort(self._holes, (offset, self.taken.pop(offset)))
-        merged: list[tuple[int, int]] = []
-        for start, length in self._holes:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + length)
-            else:
-                merged.append((start, length))
-        self._holes = merged
+        holes, start, end = self._holes, offset, offset + self.taken.pop(offset)
+        first = last = bisect(holes, (offset,))
+        if first and sum(holes[first - 1]) == start:
+            first -= 1
+            start = holes[first][0]
+        if last < len(holes) and holes[last][0] == end:
+            end += holes[last][1]
+            last += 1
+        holes[first:last] = [(start, end - start)]
 
 
 class Slab:
@@ -51,6 +52,7 @@ class Slab:
     def __init__(self, nbytes: int, device: torch.device, *, pinned: bool = False) -> None:
         self.free = FreeList(nbytes)
         self._memory = torch.empty(self.free.nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self._pieces: dict[int, torch.Tensor] = {}  # the last one at each offset: slicing costs more than finding it
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +67,12 @@ class Slab:
     def take(self, nbytes: int) -> torch.Tensor | None:
         """uint8[nbytes], or None if no hole is large enough."""
         offset = self.free.take(nbytes)
-        return None if offset is None else self._memory[offset : offset + nbytes]
+        if offset is None:
+            return None
+        piece = self._pieces.get(offset)
+        if piece is None or piece.numel() != nbytes:
+            piece = self._pieces[offset] = self._memory[offset : offset + nbytes]
+        return piece
 
     def offset(self, piece: torch.Tensor) -> int:
         """Where a piece that `take` returned begins."""

@@ -36,10 +36,10 @@ class CapsuleStore:
         device_bytes: int = DEFAULT_DEVICE_BYTES,
         host_bytes: int = DEFAULT_HOST_BYTES,
     ) -> None:
-        on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._slabs = {
             Tier.DEVICE: Slab(device_bytes, device),
-            Tier.HOST: Slab(host_bytes, torch.device("cpu"), pinned=on_gpu),
+            Tier.HOST: Slab(host_bytes, torch.device("cpu"), pinned=self._on_gpu),
         }
         self._capsules: OrderedDict[str, Capsule] = OrderedDict()  # least recently used first
         self.evicted: list[str] = []
@@ -65,8 +65,9 @@ class CapsuleStore:
 
     def get(self, name: str) -> Capsule:
         """The capsule called `name`, which becomes the most recently used; UnknownCapsuleError if there is none."""
-        capsule = self._capsules.get(checked_capsule_name(name))
+        capsule = self._capsules.get(name)
         if capsule is None:
+            checked_capsule_name(name)
             known = ", ".join(sorted(self._capsules)) or "none"
             raise UnknownCapsuleError(f"no capsule is called '{name}'; there are: {known}")
         self._capsules.move_to_end(name)
@@ -82,11 +83,14 @@ class CapsuleStore:
     ) -> Capsule:
         """Make room for `nbytes`, let `make` fill the block, and keep the result under `name`.
 
+        One that replaces another of its size takes its place, which then needs no room beside it.
+
         Raises:
             CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
         """
-        if checked_capsule_name(name) in self._capsules and not replace:
-            raise CapsuleExistsError(f"a capsule called '{name}' exists; drop it first, or ask to replace it")
+        held = self._replaced(name, replace)
+        if held is not None and self._has_its_place(held, nbytes):
+            return self._overwrite(held, make)
         block, tier = self._make_room(name, nbytes)
         try:
             capsule = make(block, tier)
@@ -98,18 +102,34 @@ class CapsuleStore:
         self._capsules[name] = capsule
         return capsule
 
+    def _has_its_place(self, held: Capsule, nbytes: int) -> bool:
+        """Whether a new capsule of `nbytes` would lie just where `held` does: it fits, and no better tier has room."""
+        return held.nbytes == nbytes and (held.tier is Tier.DEVICE or nbytes > self._slabs[Tier.DEVICE].nbytes)
+
+    def _overwrite(self, held: Capsule, make: Callable[[torch.Tensor, Tier], Capsule]) -> Capsule:
+        try:
+            capsule = make(held.block, held.tier)
+        except BaseException:
+            self._forget(held.name)  # some of its bytes may be of the new one
+            raise
+        self._capsules[held.name] = capsule
+        self._capsules.move_to_end(held.name)
+        return capsule
+
     def require_room(self, name: str, nbytes: int, *, replace: bool = False) -> None:
         """Raise what `add` would raise for a capsule of `nbytes` bytes, without changing anything."""
-        if checked_capsule_name(name) in self._capsules and not replace:
-            raise CapsuleExistsError(f"a capsule called '{name}' exists; drop it first, or ask to replace it")
-        self._plan(name, nbytes)
+        held = self._replaced(name, replace)
+        if held is None or not self._has_its_place(held, nbytes):
+            self._plan(name, nbytes)
 
     def insert(self, capsule: Capsule, *, replace: bool = False) -> Capsule:
         """Keep a copy of `capsule`, which may lie in memory of its own (as one that was read from a file does)."""
 
         def make(block: torch.Tensor, tier: Tier) -> Capsule:
+            if self._on_gpu:  # the host must neither read what is still coming nor overwrite what is still leaving
+                torch.cuda.synchronize(self._device)
             block.copy_(capsule.block)
-            return dataclasses.replace(capsule, block=block, tier=tier)
+            return dataclasses.replace(capsule, block=block, tier=tier, copied=None)
 
         return self.add(capsule.name, capsule.nbytes, make, replace=replace)
 
@@ -120,6 +140,15 @@ class CapsuleStore:
             raise CapsuleKeptError(f"capsule '{name}' is marked keep; ask for dropping kept capsules to free it")
         self._forget(name)
         return capsule.nbytes
+
+    def _replaced(self, name: str, replace: bool) -> Capsule | None:
+        """The capsule whose name is taken over, if there is one."""
+        held = self._capsules.get(name)
+        if held is None:
+            checked_capsule_name(name)
+        elif not replace:
+            raise CapsuleExistsError(f"a capsule called '{name}' exists; drop it first, or ask to replace it")
+        return held
 
     def _plan(self, name: str, nbytes: int) -> Placement:
         free = {tier: slab.free for tier, slab in self._slabs.items()}
@@ -135,9 +164,12 @@ class CapsuleStore:
         return plan
 
     def _make_room(self, name: str, nbytes: int) -> tuple[torch.Tensor, Tier]:
-        block = self._slabs[Tier.DEVICE].take(nbytes)
-        if block is not None:  # the usual case, for which no plan is needed
-            return block, Tier.DEVICE
+        for tier, slab in self._slabs.items():
+            block = slab.take(nbytes)
+            if block is not None:  # the usual case, for which no plan is needed
+                return block, tier
+            if nbytes <= slab.nbytes:  # what is there must move or go
+                break
         plan = self._plan(name, nbytes)
         for step in plan.steps:
             if isinstance(step, Evict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -34,7 +34,8 @@ class VersionLedger:
     def __init__(self, contract: Contract, variant: str) -> None:
         self.versions: dict[str, int] = {buffer.name: 0 for buffer in contract.buffers}
         self.contents: dict[str, int] = {buffer.name: next(_content_ids) for buffer in contract.buffers}
-        self._volatile = _volatile(contract)
+        self._saved = tuple(dict.fromkeys(region.buffer for region in contract.regions))
+        self._unsaved = tuple(_volatile(contract).difference(self._saved))
         self.variant = variant
         self._inputs = {stage.name: contract.inputs(stage) for stage in contract.stages}
         self._writes = {stage.name: stage.writes for stage in contract.stages}
@@ -76,25 +77,27 @@ class VersionLedger:
     def save(self) -> LedgerState:
         """The ledger as it is now."""
         return LedgerState(
-            dict(self.versions), dict(self._consumed), dict(self._ran_for), self.variant, dict(self.contents)
+            self.versions.copy(), self._consumed.copy(), self._ran_for.copy(), self.variant, self.contents.copy()
         )
 
-    def load(self, state: LedgerState, restored: Collection[str]) -> set[str]:
-        """Go back to `state`, after the bytes of the buffers in `restored` have come back.
+    def load(self, state: LedgerState) -> set[str]:
+        """Go back to `state`, after the bytes of all regions have come back.
 
         A stage whose output did not come back must run again. Returns the buffers that hold something else than
         they did at `state`; of the windows among them the host must say what they hold, before a stage reads them.
         """
-        for name in restored:
-            self.contents[name] = state.contents.get(name) or next(_content_ids)
-        foreign = {n for n in self._volatile if n not in restored and self.contents[n] != state.contents.get(n)}
+        contents, then = self.contents, state.contents
+        for name in self._saved:
+            contents[name] = then.get(name) or next(_content_ids)
+        foreign = {name for name in self._unsaved if contents[name] != then.get(name)}
         self.versions.update(state.versions)
         self._consumed = dict(state.consumed)
         self._ran_for = dict(state.ran_for)
         self.variant = state.variant
-        for stage, writes in self._writes.items():
-            if foreign.intersection(writes):
-                self._consumed[stage] = None
+        if foreign:
+            for stage, writes in self._writes.items():
+                if not foreign.isdisjoint(writes):
+                    self._consumed[stage] = None
         return foreign
 
     def require_fresh_inputs(self, stage: str) -> None:

@@ -2,44 +2,88 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import numpy as np
 import torch
 
 from ..contract import Buffer, Contract, Role
 from .arena import Arena
 from .dtypes import TORCH_DTYPE
-from .errors import WindowError
+from .errors import DeviceError, WindowError
+
+
+class WindowPath(StrEnum):
+    """How what the host writes into a window reaches the stages."""
+
+    HOST = "host"
+    """The stages run on the host and read it where it was written."""
+    PINNED = "pinned"
+    """It is page-locked, and one asynchronous copy brings it to the GPU."""
+    MAPPED = "mapped"
+    """It is page-locked, and the GPU reads it where it was written."""
+
+
+def choose_path(device: torch.device, asked: WindowPath | None = None) -> WindowPath:
+    """The way of every window on `device`: as asked, or in place where host and GPU share their memory.
+
+    Raises DeviceError if `asked` is not possible there.
+    """
+    if device.type == "cpu":
+        if asked not in (None, WindowPath.HOST):
+            raise DeviceError(f"windows cannot be {asked} on '{device}', which has no memory of its own; ask for none")
+        return WindowPath.HOST
+    if asked is WindowPath.HOST:
+        raise DeviceError(f"windows cannot stay on the host for '{device}'; ask for pinned or mapped")
+    return asked or (WindowPath.MAPPED if is_integrated(device) else WindowPath.PINNED)
+
+
+def is_integrated(device: torch.device) -> bool:
+    """Whether the GPU shares the host's memory, as on Jetson (CU_DEVICE_ATTRIBUTE_INTEGRATED)."""
+    return bool(torch.cuda.get_device_properties(device).is_integrated)
 
 
 class Window:
     """One swap window: host memory at a fixed address, and the way to the device.
 
-    On a CPU the host memory is the arena itself. On a GPU it is pinned, and `upload` and `download` each enqueue one
-    asynchronous copy on the current stream.
+    `wait` blocks until nothing on the device needs what the host wrote last: the upload of a pinned window, every
+    replay so far that reads a mapped one. Copies are enqueued on the current stream.
+
+    Args:
+        stages_read: the tensor that the stages see; the host's own memory unless `path` is PINNED.
     """
 
-    def __init__(self, buffer: Buffer, device_tensor: torch.Tensor) -> None:
-        self.buffer = buffer
-        self._device_tensor = device_tensor
-        self.in_place = device_tensor.device.type == "cpu"
-        self.tensor = device_tensor if self.in_place else _pinned_like(buffer)
-        self.array: np.ndarray = self.tensor.numpy()
+    def __init__(self, buffer: Buffer, stages_read: torch.Tensor, host: torch.Tensor, path: WindowPath) -> None:
+        self.buffer, self.path, self.tensor = buffer, path, host
+        self.in_place = path is not WindowPath.PINNED
+        self.array: np.ndarray = host.numpy()
+        self._device_tensor = stages_read
+        self._device = stages_read.device
+        self._sent = (stages_read, host)  # what `upload` copied last, so that it is sliced anew only for other rows
         self._outdated = False
-        self._uploaded = None if self.in_place else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._released = None if path is WindowPath.HOST else torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def upload(self, rows: int) -> None:
         """Send the first `rows` rows to the device."""
-        if self._uploaded is not None:
-            self._device_tensor[:rows].copy_(self.tensor[:rows], non_blocking=True)
-            self._uploaded.record()
+        if self._released is None or self.in_place:
+            return
+        if len(self._sent[0]) != rows:
+            self._sent = self._device_tensor[:rows], self.tensor[:rows]
+        self._sent[0].copy_(self._sent[1], non_blocking=True)
+        self._released.record()
+
+    def mark_read(self) -> None:
+        """A stage that reads host memory in place was enqueued on the current stream."""
+        if self._released is not None:
+            self._released.record()
 
     def wait(self) -> None:
-        """Block until the last upload has left host memory, so that it may be overwritten."""
-        if self._uploaded is not None:
-            self._uploaded.synchronize()
+        """Block until host memory may be overwritten."""
+        if self._released is not None:
+            self._released.synchronize()
 
     def mark_outdated(self) -> None:
-        """The device's side was changed by a restore; the host's side follows when it is next edited."""
+        """The device's side was changed by a restore; the host's side follows when it is next edited or read."""
         self._outdated = not self.in_place
 
     def refresh(self) -> None:
@@ -49,14 +93,19 @@ class Window:
 
     def download(self) -> None:
         """Bring the window's content to host memory and wait for it."""
+        if self.path is WindowPath.HOST:
+            return
         if not self.in_place:
             self.tensor.copy_(self._device_tensor, non_blocking=True)
-            torch.cuda.current_stream(self._device_tensor.device).synchronize()
             self._outdated = False
+        torch.cuda.current_stream(self._device).synchronize()
 
     def read(self) -> np.ndarray:
-        """A copy of the window's content."""
-        self.download()
+        """A copy of the window's content. What the host itself wrote is there without asking the device."""
+        if self.buffer.filled_by_host:
+            self.refresh()
+        else:
+            self.download()
         return self.array.copy()
 
 
@@ -90,9 +139,29 @@ class Filling:
         return self._window.array[: self._rows]
 
 
-def open_windows(contract: Contract, arena: Arena) -> dict[str, Window]:
-    """A Window for every SWAP buffer of `contract`."""
-    return {b.name: Window(b, arena[b.name]) for b in contract.buffers if b.role is Role.SWAP}
+def open_windows(contract: Contract, arena: Arena, path: WindowPath) -> dict[str, Window]:
+    """A Window for every SWAP buffer of `contract`.
+
+    Where `path` is MAPPED, stages read a window in place unless a region saves it: capsules copy within the arena, so
+    the few bytes of those keep their upload.
+    """
+    saved = {region.buffer for region in contract.regions}
+    return {
+        b.name: _open(b, arena, WindowPath.PINNED if path is WindowPath.MAPPED and b.name in saved else path)
+        for b in contract.buffers
+        if b.role is Role.SWAP
+    }
+
+
+def _open(buffer: Buffer, arena: Arena, path: WindowPath) -> Window:
+    device_tensor = arena[buffer.name]
+    if path is WindowPath.HOST:
+        return Window(buffer, device_tensor, device_tensor, path)
+    host = torch.zeros(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], pin_memory=True)
+    if path is WindowPath.MAPPED:
+        device_tensor = _device_view(buffer, host, device_tensor.device)
+        arena.place(buffer.name, device_tensor)
+    return Window(buffer, device_tensor, host, path)
 
 
 def checked(window: Window, value: np.ndarray) -> np.ndarray:
@@ -114,5 +183,23 @@ def host_copy(tensor: torch.Tensor) -> np.ndarray:
     return host
 
 
-def _pinned_like(buffer: Buffer) -> torch.Tensor:
-    return torch.zeros(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], pin_memory=True)
+def _device_view(buffer: Buffer, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Page-locked `host` memory as a tensor on `device`, at the same address; DeviceError if the GPU cannot read it."""
+    view = torch.as_tensor(_AsDeviceArray(host), device=device)
+    host.view(torch.uint8).fill_(_PROBE)
+    seen = bool((view.view(torch.uint8) == _PROBE).all().item()) and view.data_ptr() == host.data_ptr()
+    host.zero_()
+    if not seen:
+        raise DeviceError(f"'{device}' cannot read window '{buffer.name}' in host memory; ask for pinned windows")
+    return view
+
+
+_PROBE = 0xA5
+
+
+class _AsDeviceArray:
+    """Page-locked memory in the words of the CUDA array interface: with unified addressing its address serves both."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {**host.numpy().__array_interface__, "version": 3, "stream": None}
+        self._host = host  # lives as long as what was made of it

@@ -10,7 +10,7 @@ from diagnostic_msgs.msg import DiagnosticArray
 from lifecycle_msgs.msg import State
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 
-from ..contract import Rate
+from ..contract import Rate, Role
 from ..engine import Tier
 from ..msg import EngineStatus, KernelStatus, StageStatus
 from ..ops.report import KernelReport
@@ -102,10 +102,18 @@ def _plan_fields(runner: PolicyRunner) -> dict[str, object]:
         "fingerprint": session.fingerprint,
         "plan": "full" if len(fast_stages) == 1 else "split",
         "precision": identity.precision,
+        "fidelity": policy.fidelity,
         "device": torch.cuda.get_device_name(device) if on_gpu else str(device),
-        "ingest_path": "pinned" if on_gpu else "host",
+        "ingest_path": _ingest_path(runner),
         "kernels": _kernels(policy),
     }
+
+
+def _ingest_path(runner: PolicyRunner) -> str:
+    """How a frame reaches the stages; of a policy without views, how its other windows do."""
+    session, views = runner.session, runner.policy.views
+    windows = [buffer.name for buffer in runner.policy.contract.buffers if buffer.role is Role.SWAP]
+    return str(session.window_path(f"image.{views[0]}" if views else windows[0]))
 
 
 def _kernels(policy: Policy) -> list[KernelStatus]:

@@ -72,6 +72,10 @@ class Policy(Protocol):
         """What runs in which part, and why not the faster kernel; empty where nothing faster exists."""
 
     @property
+    def fidelity(self) -> str:
+        """What the fidelity gate of the precision tier found, in one sentence."""
+
+    @property
     def chunk(self) -> int:
         """Actions in one chunk."""
 

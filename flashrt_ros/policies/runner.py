@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine import CapsuleStore, Session
+from ..engine import CapsuleStore, Session, WindowPath, memory_refusals, resolve_device
 from ..ops.region_copy import region_copy
+from ..ops.requirements import require_kernels
 from .base import Policy, PolicyError
 from .pixels import CHANNELS, PixelOrder, copy_pixels
+
+PARTS = ("prompt", "context", "noise", "action")
+"""Parts of `PolicyRunner.infer`, in their order. On a GPU they end when their work is enqueued."""
+
+
+def _no_lap() -> None:
+    """Nobody measures."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +55,23 @@ class PolicyRunner:
 
     @classmethod
     def start(
-        cls, policy: Policy, device: str = "cpu", seed: int = 0, capsules: CapsuleStore | None = None
+        cls,
+        policy: Policy,
+        device: str = "cpu",
+        seed: int = 0,
+        capsules: CapsuleStore | None = None,
+        windows: WindowPath | None = None,
     ) -> PolicyRunner:
         """A configured runner: session built, STATIC buffers prepared, every stage captured.
 
-        `capsules` is where the session's snapshots go, as in `Session`.
+        `capsules` is where the session's snapshots go and `windows` how its windows reach the stages, as in `Session`.
         """
-        session = Session(policy.contract, policy.bodies, device, seed, capsules, region_copy(device))
-        policy.prepare(session)
-        session.configure()
+        target = resolve_device(device)
+        require_kernels(target)
+        with memory_refusals(target):
+            session = Session(policy.contract, policy.bodies, device, seed, capsules, region_copy(device), windows)
+            policy.prepare(session)
+            session.configure()
         return cls(policy, session)
 
     def set_image(self, view: str, pixels: np.ndarray, order: PixelOrder) -> int:
@@ -102,13 +119,29 @@ class PolicyRunner:
     def decide(self) -> Decision:
         """Replay what is stale, with fresh noise, and return the chunk."""
         start = time.perf_counter()
-        prompt = self.policy.write_prompt(self.session, self.instruction, self._state)
-        self._send_formats()
-        self.session.draw("noise")
-        replayed = self.session.act()
+        prompt, replayed = self.infer()
         actions = self.policy.actions(self.session, self._state)
         copied, self._bytes_copied = self._bytes_copied, 0
         return Decision(actions, replayed, prompt, time.perf_counter() - start, copied)
+
+    def infer(self, lap: Callable[[], None] = _no_lap) -> tuple[str, tuple[str, ...]]:
+        """Everything of a decision but reading its result: the prompt's text, and the stages that were replayed.
+
+        A GPU works on the context while the noise is drawn, which only the stages behind it need.
+
+        Args:
+            lap: called at the end of each of `PARTS`, by whoever measures where the time goes.
+        """
+        prompt = self.policy.write_prompt(self.session, self.instruction, self._state)
+        self._send_formats()
+        lap()
+        replayed = self.session.act(apart_from="noise")
+        lap()
+        self.session.draw("noise")
+        lap()
+        replayed += self.session.act()
+        lap()
+        return prompt, replayed
 
     def close(self) -> None:
         """Release the session's memory and graphs."""

@@ -21,13 +21,14 @@ from flashrt_ros.engine import (
     UnfilledWindowError,
     UnknownCapsuleError,
 )
+from flashrt_ros.engine.copier import CopyRegions, copy_with_torch
 
 from ..contract.builders import IDENTITY, make_contract
 from .toy import BODIES, expected, image, make_session, tokens
 
 
-def acted(seed: int = 0) -> Session:
-    session = make_session(seed)
+def acted(seed: int = 0, copy_regions: CopyRegions = copy_with_torch) -> Session:
+    session = make_session(seed, copy_regions=copy_regions)
     session.set_extent("rows", 4)
     session.act()
     return session

@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import resource
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from flashrt_ros.engine import SessionLimitError, SessionManager, StateError
+from flashrt_ros.engine.copier import Move, copy_with_torch
+from flashrt_ros.engine.layout import Segment
 
 from .test_capsules import acted, continuation
 from .toy import expected, image, make_session, tokens
@@ -43,19 +47,20 @@ def test_interleaved_sessions_equal_undisturbed_ones() -> None:
 
 
 def test_a_switch_copies_only_what_differs() -> None:
-    manager = manager_with("a")
     copied: list[str] = []
-    with manager.use("main") as session:
-        pass
-    keeper = session._keeper
-    inner = keeper._copier._copy
 
-    def counting(arena: object, packed: object, segments: object, gather: bool) -> None:
-        batch = list(segments)  # type: ignore[call-overload]
-        copied.extend(segment.region.name for segment in batch)
-        inner(arena, packed, batch, gather)  # type: ignore[arg-type]
+    def recording(arena: torch.Tensor, segments: Sequence[Segment]) -> Move:
+        move = copy_with_torch(arena, segments)
 
-    keeper._copier._copy = counting
+        def record(packed: torch.Tensor, gather: bool) -> None:
+            copied.extend(segment.region.name for segment in segments)
+            move(packed, gather)
+
+        return record
+
+    manager = SessionManager(acted(copy_regions=recording))
+    manager.open("a")
+    copied.clear()
     for name in ("a", "main", "a"):
         with manager.use(name):
             pass

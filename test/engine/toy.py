@@ -9,6 +9,7 @@ import torch
 
 from flashrt_ros.contract import Variant
 from flashrt_ros.engine import Session, StageBody
+from flashrt_ros.engine.copier import CopyRegions, copy_with_torch
 
 from ..contract.builders import make_contract
 
@@ -53,9 +54,11 @@ def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def make_session(seed: int = 0, bodies: Mapping[str, StageBody] = BODIES) -> Session:
+def make_session(
+    seed: int = 0, bodies: Mapping[str, StageBody] = BODIES, copy_regions: CopyRegions = copy_with_torch
+) -> Session:
     """Configured, with every window filled once."""
-    session = Session(make_contract(), bodies, seed=seed)
+    session = Session(make_contract(), bodies, seed=seed, copy_regions=copy_regions)
     session.configure()
     session.fill("image", image(1))
     session.fill("tokens", tokens(5, 6, 7, 8))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import random
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from flashrt_ros.contract import Region
 from flashrt_ros.engine import CapsuleFolder, CapsuleStore, Session, SessionManager, StaleInputError
 from flashrt_ros.engine.copier import copy_with_torch
-from flashrt_ros.engine.layout import Segment
+from flashrt_ros.ops.region_copy import region_copy
 
 from ..contract.builders import make_contract
+from ..engine.segments import random_segments
 from ..engine.toy import BODIES, expected, image, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def make_session(device_bytes: int = 1 << 20, seed: int = 0) -> Session:
     store = CapsuleStore(torch.device("cuda"), device_bytes, 1 << 20)
-    session = Session(make_contract(), BODIES, "cuda", seed, capsules=store)
+    session = Session(make_contract(), BODIES, "cuda", seed, store, region_copy("cuda"))
     session.configure()
     session.fill("image", image(1))
     session.fill("tokens", tokens(5, 6, 7, 8))
@@ -68,9 +69,9 @@ def test_a_restored_continuation_has_equal_bits(device_bytes: int) -> None:
     assert continuation(session) == uninterrupted
 
 
-def test_a_file_restores_on_a_gpu(tmp_path: object) -> None:
+def test_a_file_restores_on_a_gpu(tmp_path: Path) -> None:
     session = make_session()
-    folder = CapsuleFolder(tmp_path)  # type: ignore[arg-type]
+    folder = CapsuleFolder(tmp_path)
     folder.save(session.snapshot("here"))
     uninterrupted = continuation(session)
     other = make_session(seed=9)
@@ -91,27 +92,13 @@ def test_sessions_share_one_working_set() -> None:
     assert bits["main"] == bits["a"] == b"".join(continuation(alone, 1) for _ in range(3))
 
 
-def random_segments(seed: int) -> tuple[list[Segment], int, int]:
-    """Segments with and without 16-byte alignment, empty ones among them; sizes of arena and packed block."""
-    draw, segments, source, packed = random.Random(seed), [], 0, 0
-    for number in range(draw.randint(1, 6)):
-        blocks, unit = draw.randint(1, 18), draw.choice((1, 4, 16, 512))
-        live = unit * draw.randint(0, 300)
-        pitch = live + unit * draw.randint(0, 50)
-        region = Region(f"r{number}", "b", 0, max(1, pitch) * blocks, blocks)
-        segments.append(Segment(region, source, pitch, blocks, live, packed))
-        source += -(-pitch * blocks // 16) * 16
-        packed += -(-live * blocks // 16) * 16
-    return segments, max(source, 16), max(packed, 16)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_copy_kernel_equals_its_reference(seed: int) -> None:
     from flashrt_ros.ops.cuda.capsule import CapsuleCopy
 
     device = torch.device("cuda", 0)
     copy = CapsuleCopy(device)
-    segments, arena_bytes, packed_bytes = random_segments(seed)
+    segments, arena_bytes, packed_bytes = random_segments(seed, most=6 if seed else 90)  # 90: more than one launch
     arena = torch.randint(0, 256, (arena_bytes,), dtype=torch.uint8, device=device)
     for gather in (True, False):
         results = []
@@ -119,7 +106,56 @@ def test_the_copy_kernel_equals_its_reference(seed: int) -> None:
             inside, packed = arena.clone(), torch.full((packed_bytes,), 7, dtype=torch.uint8, device=device)
             if not gather:
                 packed = torch.arange(packed_bytes, device=device).remainder(251).to(torch.uint8)
-            function(inside, packed, segments, gather)
+            function(inside, segments)(packed, gather)
             results.append((inside, packed))
         torch.cuda.synchronize()
         assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_a_file_of_the_host_tier_waits_for_its_bytes(tmp_path: Path) -> None:
+    session = make_session(device_bytes=0)
+    folder = CapsuleFolder(tmp_path)
+    for value in range(20):  # saved at once, while the copy to the host is under way
+        session.fill("tokens", tokens(value, value, value, value))
+        session.draw()
+        session.act()
+        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+        folder.save(session.snapshot("here", replace=True))
+        torch.cuda.synchronize()
+        assert folder.load("here").block.equal(session.capsules.get("here").block)
+
+
+def test_a_snapshot_is_of_its_moment_though_the_device_is_behind() -> None:
+    session = make_session()
+    torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+    session.snapshot("early")
+    session.fill("image", image(99))
+    session.act()
+    later = session.read("kv")
+    session.restore("early")
+    session.act()
+    assert not np.array_equal(session.read("kv"), later)
+    np.testing.assert_array_equal(session.read("kv")[:, :4], make_session().read("kv")[:, :4])
+
+
+def test_a_thread_that_never_used_the_device_can_restore() -> None:
+    session = make_session()
+    session.snapshot("here")
+    saved = session.read("kv")
+    session.fill("image", image(99))
+    session.act()
+    thread = threading.Thread(target=session.restore, args=("here",))
+    thread.start()
+    thread.join()
+    session.act()
+    np.testing.assert_array_equal(session.read("kv")[:, :4], saved[:, :4])
+
+
+def test_a_block_that_is_not_aligned_is_refused() -> None:
+    from flashrt_ros.ops.cuda.capsule import CapsuleCopy
+    from flashrt_ros.ops.cuda.errors import KernelError
+
+    segments, arena_bytes, packed_bytes = random_segments(1)
+    arena, packed = (torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (arena_bytes, packed_bytes + 1))
+    with pytest.raises(KernelError, match="aligned to 16 bytes"):
+        CapsuleCopy(torch.device("cuda", 0))(arena, segments)(packed[1:], True)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from flashrt_ros.ops import reference_ops
+from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda import rows as kernels
 from flashrt_ros.ops.cuda.errors import KernelError
 from flashrt_ros.ops.cuda.expert import ExpertKernel
 from flashrt_ros.ops.report import KernelReport
-from flashrt_ros.policies.pi05.cuda_plan import FUSED, PARTS, ChosenStages, choose_stages
+from flashrt_ros.policies.pi05.cuda_plan import FUSED, GATE_UP, PARTS, SEPARATE, ChosenStages, choose_stages
 from flashrt_ros.policies.pi05.cuda_stages import CudaStages
 from flashrt_ros.policies.pi05.stages import Pi05Stages
 from test.gpu.fused import DEVICE, NEEDS_KERNELS, Model, decide, distance, model, reference
@@ -26,7 +27,9 @@ def chosen(made: Model, **switches: bool) -> tuple[Pi05Stages, tuple[KernelRepor
 def test_every_part_is_fused_and_as_close_to_float32_as_the_reference(chunk: int) -> None:
     made, exact = model(chunk=chunk), model("float32", chunk)
     stages, reports = chosen(made)
-    assert [(report.op, report.kernel, report.reason) for report in reports] == [(part, FUSED, "") for part in PARTS]
+    parts = [(report.op, report.kernel, report.reason) for report in reports if report.op != GATE_UP]
+    assert parts == [(part, FUSED, "") for part in PARTS]
+    assert reports[-1].kernel == (FUSED if torch.cuda.get_device_capability() == (9, 0) else SEPARATE)
     for seed, tokens in ((1, 190), (2, 33), (3, 200)):
         truth = decide(reference(exact), exact, seed, tokens)
         plain, fused = decide(reference(made), made, seed, tokens), decide(stages, made, seed, tokens)
@@ -44,12 +47,15 @@ def test_all_ways_to_launch_give_equal_bits(persistent: bool, overlap: bool, chu
         assert all(torch.equal(got[part], expected[part]) for part in PARTS)
 
 
-@pytest.mark.parametrize(("chunk", "blocks"), [(10, 20), (50, 20), (10, 100), (33, 128)])
-def test_a_smaller_grid_gives_equal_bits(chunk: int, blocks: int) -> None:
+@pytest.mark.parametrize(("chunk", "clusters"), [(10, 7), (50, 14), (10, 12), (33, 12), (1, 3)])
+def test_a_smaller_grid_gives_equal_bits(chunk: int, clusters: int) -> None:
     made = model(chunk=chunk)
     usual, other = chosen(made)[0], chosen(made)[0]
     assert isinstance(other, CudaStages)
-    other._expert = ExpertKernel(other._expert.weights, chunk, made.config.steps, blocks=blocks)
+    assert isinstance(other._expert, ExpertKernel)
+    other._expert = ExpertKernel(
+        other._expert.weights, chunk, made.config.steps, capacity=made.config.prefix_rows, clusters=clusters
+    )
     expected, got = decide(usual, made), decide(other, made)
     assert torch.equal(got["expert"], expected["expert"])
 
@@ -96,12 +102,26 @@ def test_a_part_that_fails_its_self_test_runs_as_reference(monkeypatch: pytest.M
 
     monkeypatch.setattr(kernels, "geglu", wrong)
     made = model()
-    stages, reports = chosen(made)
-    assert [report.kernel for report in reports] == [FUSED, "reference", FUSED]
+    stages, reports = chosen(made, fused_gate_up=False)
+    assert [report.kernel for report in reports] == [FUSED, "reference", FUSED, SEPARATE]
     assert reports[1].fallback
     assert "self-test" in reports[1].reason
     got, expected = decide(stages, made), decide(reference(made), made)
     assert distance(got["prefix"], expected["prefix"]) < 0.05
+
+
+def test_a_wrong_product_of_gate_and_up_is_replaced_by_separate_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, **_: object) -> None:
+        out.zero_()
+
+    monkeypatch.setattr(gemm, "unsuited", lambda _: "")
+    monkeypatch.setattr(gemm, "gate_up_geglu", wrong)
+    made = model()
+    stages, reports = chosen(made)
+    assert [report.kernel for report in reports] == [FUSED, FUSED, FUSED, SEPARATE]
+    assert "self-test" in reports[-1].reason
+    separate = chosen(made, fused_gate_up=False)[0]
+    assert torch.equal(decide(stages, made)["prefix"], decide(separate, made)["prefix"])
 
 
 def test_a_part_that_does_not_run_runs_as_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +133,18 @@ def test_a_part_that_does_not_run_runs_as_reference(monkeypatch: pytest.MonkeyPa
     assert reports[0].reason == "did not run: no such instruction"
     assert isinstance(stages, ChosenStages)
     assert stages.refused == {"vision"}
+
+
+def test_a_chunk_that_the_expert_has_no_room_for_leaves_the_other_parts_fused() -> None:
+    stages, reports = chosen(model(chunk=64))
+    assert {report.op: report.kernel for report in reports if report.op in PARTS} == {
+        "vision": FUSED,
+        "prefix": FUSED,
+        "expert": "reference",
+    }
+    (reason,) = [report.reason for report in reports if report.op == "expert"]
+    assert "64 rows and 112 keys a block need" in reason
+    assert isinstance(stages, ChosenStages)
 
 
 def test_what_the_kernels_are_not_written_for_is_refused_with_a_reason() -> None:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from flashrt_ros.engine import DeviceError
 from flashrt_ros.policies import PolicyRunner
 from flashrt_ros.policies.pi05 import build
 from flashrt_ros.policies.pixels import PixelOrder
 from test.policies.pi05.golden import CASES, VIEWS, Case, settings
-from test.policies.pi05.tiny import INSTRUCTION, frame, look, started
+from test.policies.pi05.tiny import INSTRUCTION, frame, look, small_policy, started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -43,6 +44,13 @@ def test_one_graph_serves_every_format_and_prompt() -> None:
                 runner.set_instruction(instruction)
                 runner.set_image("wrist", frame(1, *size), order)
             np.testing.assert_allclose(seeded_chunk(gpu), seeded_chunk(cpu), atol=1e-4)
+
+
+def test_a_configuration_that_does_not_fit_is_refused_before_it_is_loaded() -> None:
+    before = torch.cuda.memory_reserved()
+    with pytest.raises(DeviceError, match=r"policy 'pi05' with 2 views takes about \d+\.\d GiB on 'cuda', which has"):
+        small_policy("cuda", max_pixels=1 << 40)
+    assert torch.cuda.memory_reserved() == before
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"case{case.index}")

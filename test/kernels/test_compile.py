@@ -9,8 +9,20 @@ import pytest
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 
 from flashrt_ros.ops.cuda import compiler
+from flashrt_ros.ops.cuda.capsule import SOURCE as CAPSULE
 from flashrt_ros.ops.cuda.compiler import KernelSource, cache_key, compile_source, compiled, full_text, kernel_folder
 from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.expert import keys_of_a_block, shared_layout
+from flashrt_ros.ops.cuda.gemm import product_source
+
+
+def expert_source(rows: int, capacity: int, clusters: int, **more: int) -> KernelSource:
+    """As ExpertKernel asks for it on a GPU with 227 KB of shared memory a block."""
+    keys = keys_of_a_block(capacity, rows)
+    stages, nbytes = shared_layout(rows, keys, clusters, 232448)
+    sizes = {"ROWS": rows, "KEYS": keys, "STAGES": stages, "SHARED_BYTES": nbytes, "CLUSTERS": clusters}
+    return KernelSource("expert", {**sizes, "LAYERS": 18, **more})
+
 
 ARCHITECTURES = ("sm_90a", "sm_110a", "sm_120a")
 PREFIX = {"WIDTH": 2048, "HEADS": 8, "HEAD_DIM": 256, "HIDDEN": 16384}
@@ -20,10 +32,24 @@ SOURCES = (
     KernelSource("pixels", {"GRID": 16, "PATCH": 14, "LEADING": 592}),
     KernelSource("prefix", {**PREFIX, "WITH_QUERY": 1}),
     KernelSource("prefix", {**PREFIX, "WITH_QUERY": 0, "OVERLAP": 1}),
-    KernelSource("expert", {"ROWS": 10, "STAGES": 9, "LAYERS": 18, "BLOCKS": 128}),
-    KernelSource("expert", {"ROWS": 50, "STAGES": 8, "LAYERS": 18, "BLOCKS": 128, "OVERLAP": 1}),
-    KernelSource("expert", {"ROWS": 30, "STAGES": 9, "LAYERS": 18, "BLOCKS": 20}),
-    KernelSource("capsule"),
+    expert_source(rows=10, capacity=712, clusters=15),
+    expert_source(rows=50, capacity=968, clusters=15, OVERLAP=1),
+    expert_source(rows=30, capacity=712, clusters=12),
+    expert_source(rows=1, capacity=712, clusters=3),
+    CAPSULE,
+)
+HOPPER = (
+    product_source({"TILE_ROWS": 240}),
+    product_source({"TILE_ROWS": 240, "GEGLU": 1, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 248, "GEGLU": 1, "STAGGER": 0}),
+    product_source({"TILE_ROWS": 256, "GEGLU": 1, "CLUSTER": 2}),
+    product_source({"TILE_ROWS": 8, "GEGLU": 1}),
+    product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1}),
+)
+
+FP4 = (
+    KernelSource("fp4", {"K": 2048}),
+    KernelSource("fp4", {"K": 16384, "OVERLAP": 1}),
 )
 
 
@@ -39,8 +65,26 @@ def test_it_compiles(source: KernelSource, architecture: str) -> None:
     assert compile_source(source, architecture).startswith(b"\x7fELF")
 
 
+@pytest.mark.parametrize("source", HOPPER, ids=str)
+def test_the_matrix_product_compiles_for_hopper(source: KernelSource) -> None:
+    assert compile_source(source, "sm_90a").startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+def test_the_matrix_product_says_that_it_is_for_hopper(architecture: str) -> None:
+    with pytest.raises(KernelError, match="gemm.cu is written for sm_90a"):
+        compile_source(HOPPER[0], architecture)
+
+
+@pytest.mark.parametrize("tile", [12, 264])
+def test_a_tile_that_the_instruction_does_not_have_is_refused(tile: int) -> None:
+    with pytest.raises(KernelError, match="does not compile for sm_90a"):
+        compile_source(product_source({"TILE_ROWS": tile}), "sm_90a")
+
+
 def test_every_source_file_is_in_the_list() -> None:
-    assert {path.stem for path in kernel_folder().glob("*.cu")} == {source.name for source in SOURCES}
+    listed = {source.name for source in (*SOURCES, *HOPPER, *FP4)}
+    assert {path.stem for path in kernel_folder().glob("*.cu")} == listed
 
 
 def test_a_compiler_error_is_in_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

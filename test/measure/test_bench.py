@@ -15,7 +15,8 @@ from flashrt_ros.measure.errors import MeasureError
 from flashrt_ros.measure.pi05 import bench as bench_module
 from flashrt_ros.measure.pi05.baselines import PLAIN_GRAPH, Baseline
 from flashrt_ros.measure.pi05.bench import Options, bench, merged, parity_summary
-from flashrt_ros.measure.pi05.subject import Case, Subject
+from flashrt_ros.measure.pi05.starts import starts
+from flashrt_ros.measure.pi05.subject import CALL_PARTS, Case, Subject
 from flashrt_ros.measure.rounds import Schedule
 from test.measure.tiny import SIZES, pictures, settings, write_tiny
 
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     case = Case(views=2, chunk=4, tokens=111).settings(settings(folder), tmp_path_factory.mktemp("cut") / "c")
-    return bench(case, Options("cpu", SCHEDULE, (PLAIN_GRAPH,), mechanisms=True), pictures(), quiet)
+    return bench(case, Options("cpu", SCHEDULE, (PLAIN_GRAPH,), mechanisms=True, load=True), pictures(), quiet)
 
 
 def test_the_configuration_is_the_one_asked_for(result: dict[str, Any]) -> None:
@@ -52,6 +53,27 @@ def test_every_field_of_the_result_file_is_there(result: dict[str, Any]) -> None
     fields = {"kernels", "baselines", "pairs", "parity", "roofline", "machine", "versions", "protocol"}
     assert fields <= set(result)
     assert json.loads(json.dumps(result)) == result
+
+
+def test_the_parts_of_a_call_add_up_to_a_call(result: dict[str, Any]) -> None:
+    parts = result["call_parts_us"]
+    assert list(parts) == list(CALL_PARTS)
+    assert min(parts.values()) > 0
+    assert sum(parts.values()) / 1e3 == pytest.approx(result["call_ms"]["p50"], rel=0.5)
+    assert result["windows"] == "host"
+
+
+def test_starts_are_timed_in_processes_of_their_own(result: dict[str, Any]) -> None:
+    load = result["load_s"]
+    assert load["second_start_with_imports"] > load["second_start"] > 0
+    for name, parts in (("first_action", "first_parts"), ("second_start", "second_parts")):
+        assert list(load[parts]) == ["policy", "session", "decision"]
+        assert sum(load[parts].values()) == pytest.approx(load[name], rel=0.05)
+
+
+def test_a_start_that_fails_is_told_with_its_last_line() -> None:
+    with pytest.raises(MeasureError, match="ended with code 1: .*unknown setting 'nonsense'"):
+        starts({"preset": "pi05_tiny", "nonsense": 1}, "cpu")
 
 
 def test_what_a_cpu_cannot_tell_is_null_and_not_zero(result: dict[str, Any]) -> None:

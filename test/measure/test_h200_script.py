@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from test.sources import ROOT
 
 
-def run(work: Path, *steps: str) -> subprocess.CompletedProcess[str]:
+def run(work: Path, *steps: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -19,6 +20,7 @@ def run(work: Path, *steps: str) -> subprocess.CompletedProcess[str]:
         "WORK": str(work / "work"),
         "OUT": str(work / "out"),
         "WHEELS": str(work / "none"),
+        **variables,
     }
     command = ["bash", str(ROOT / "benchmarks" / "h200.sh"), *steps]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -44,4 +46,14 @@ def test_results_are_handed_over_also_when_a_step_fails(tmp_path: Path) -> None:
 def test_an_unknown_step_is_refused(tmp_path: Path) -> None:
     found = run(tmp_path, "everything")
     assert found.returncode == 2
-    assert "there are: checkpoint verify profile bench lerobot full roofline" in found.stderr
+    assert "there are: checkpoint verify profile bench lerobot full roofline tiers" in found.stderr
+
+
+def test_tiers_are_calibrated_and_gated(tmp_path: Path) -> None:
+    found = run(tmp_path, "checkpoint", "tiers", TIERS="8-bit 4-bit", CASES="2x10,3x50", TOKENS="111", PHOTOGRAPHS="2")
+    assert found.returncode == 0, found.stderr
+    for tier in ("8-bit", "4-bit"):
+        report = json.loads((tmp_path / "out" / f"h200_pi05_{tier}.json").read_text())
+        assert report["failures"] == []
+        assert report["observations"] == 2
+        assert (tmp_path / "out" / f"h200_pi05_{tier}.safetensors.fidelity.json").is_file()

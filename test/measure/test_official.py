@@ -37,7 +37,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def command(folder: Path, images: list[str], out: Path, *more: str, dtype: str = "float32") -> list[str]:
     names = {**SIZES, "dtype": dtype, "max_pixels": 480000}
     sizes = [part for name, value in names.items() for part in ("--set", f"{name}={value}")]
-    few = ["--observations", "6", "--steps", "1,2", "--images", *images, "--out", str(out)]
+    few = ["--photographs", "6", "--steps", "1,2", "--images", *images, "--out", str(out)]
     return ["verify", "--checkpoint", str(folder), *sizes, *few, *more]
 
 

@@ -1,7 +1,8 @@
-"""The parts of the demo that need no ROS: photographs, processes, shared memory, summary, picture."""
+"""Parts of the demo: photographs, processes, shared memory, summary, picture."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from flashrt_ros.node.demo.camera import scenery
 from flashrt_ros.node.demo.errors import DemoError
 from flashrt_ros.node.demo.live import LiveLine, live_text, result_table
 from flashrt_ros.node.demo.network import DOMAINS, own_domain
@@ -23,21 +25,37 @@ from flashrt_ros.node.demo.photographs import MovingCrop, load_photograph
 from flashrt_ros.node.demo.processes import Processes
 from flashrt_ros.node.demo.recording import ReceivedChunk, Recording, Refused, Status, StreamCounts
 from flashrt_ros.node.demo.report import write_report
-from flashrt_ros.node.demo.scene import CAMERAS, HEIGHT, INSTRUCTIONS, JOINTS, WIDTH
+from flashrt_ros.node.demo.scene import CAMERAS, HEIGHT, INSTRUCTIONS, JOINTS, WIDTH, Camera
 from flashrt_ros.node.demo.shared_memory import FOLDER, remove_segments
 from flashrt_ros.node.demo.summary import summarise
+from test.sources import checkout_environment
 
 FINGERPRINT = "ab" * 32
 MILLISECOND = 1_000_000
 
 
 @pytest.mark.parametrize("camera", CAMERAS, ids=lambda camera: camera.view)
-def test_the_crop_moves_and_stays_within_the_photograph(camera: object) -> None:
-    photograph = load_photograph(getattr(camera, "photograph", ""))
-    crop = MovingCrop(photograph, WIDTH, HEIGHT)
+@pytest.mark.parametrize("card", [False, True], ids=["photograph", "card"])
+def test_the_crop_moves_and_stays_within_the_picture(camera: Camera, card: bool) -> None:
+    picture = scenery(camera, card=card)
+    crop = MovingCrop(picture, WIDTH, HEIGHT)
     frames = [crop.at(seconds).copy() for seconds in np.arange(0.0, 20.0, 0.37)]
     assert {frame.shape for frame in frames} == {(HEIGHT, WIDTH, 3)}
     assert all((one != other).any() for one, other in itertools.pairwise(frames))
+
+
+@pytest.mark.parametrize("card", [False, True], ids=["photograph", "card"])
+def test_a_camera_films_in_the_channel_order_that_it_publishes(card: bool) -> None:
+    front = CAMERAS[0]
+    assert front.encoding == "rgb8"
+    reordered = scenery(dataclasses.replace(front, encoding="bgr8"), card=card)
+    assert np.array_equal(scenery(front, card=card), reordered[:, :, ::-1])
+
+
+def test_a_test_card_needs_no_opencv() -> None:
+    program = "import sys; sys.modules['cv2'] = None; from flashrt_ros.node.demo.photographs import colour_card"
+    check = "; assert colour_card(64, 48).shape == (48, 64, 3); assert colour_card(64, 48).std() > 40"
+    subprocess.run([sys.executable, "-c", program + check], check=True, env=checkout_environment(), timeout=60)
 
 
 def test_the_photograph_is_in_rgb_order() -> None:

@@ -92,6 +92,7 @@ def test_the_status_tells_the_plan_and_how_it_fares(rig: Rig) -> None:
     )
     assert status.fingerprint == chunks.messages[0].fingerprint
     assert len(status.fingerprint) == 64
+    assert status.fidelity == "16-bit, nothing to pass"
     assert [(k.op, k.kernel, k.fallback) for k in status.kernels] == [("all", "reference", False)]
     assert status.epoch == chunks.messages[-1].epoch
     assert status.instruction == PROBE["instruction"]

@@ -7,20 +7,28 @@ import torch
 
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import pack, pack_tiles, rotary_pairs, shared_layout
+from flashrt_ros.ops.cuda.expert import alternate_tiles, keys_of_a_block, pack, pack_tiles, rotary_pairs, shared_layout
 
 
-def test_a_stage_holds_eight_outputs_in_the_order_of_the_lanes() -> None:
+@pytest.mark.parametrize("pieces", [8, 16])
+def test_a_tile_holds_eight_outputs_in_the_order_of_the_lanes(pieces: int) -> None:
     layers, outputs, inputs = 2, 24, 2048
     weight = torch.arange(layers * outputs * inputs).view(layers, outputs, inputs)
-    packed = pack_tiles(weight)
-    assert packed.shape == (layers, outputs // 8, inputs // 1024, 8192)
+    packed = pack_tiles(weight, pieces)
+    assert packed.shape == (layers, pieces, outputs // 8, 8 * inputs // pieces)
     for layer, output, column in ((0, 0, 0), (1, 23, 2047), (1, 9, 1024 + 5 * 32 + 2 * 8 + 3), (0, 17, 700)):
-        chunk, inside = divmod(column, 1024)
+        piece, inside = divmod(column, inputs // pieces)
         group, rest = divmod(inside, 32)
         quad, element = divmod(rest, 8)
         place = ((group * 8 + output % 8) * 4 + quad) * 8 + element
-        assert packed[layer, output // 8, chunk, place] == weight[layer, output, column]
+        assert packed[layer, piece, output // 8, place] == weight[layer, output, column]
+
+
+def test_tiles_of_gate_and_up_alternate() -> None:
+    weight = torch.arange(64)[None, :, None]  # 32 of gate, 32 of up
+    order = alternate_tiles(weight).flatten().tolist()
+    assert order[:24] == [*range(8), *range(32, 40), *range(8, 16)]
+    assert sorted(order) == list(range(64))
 
 
 def test_rotary_pairs_stand_side_by_side() -> None:
@@ -39,13 +47,21 @@ def test_wrong_weights_are_named() -> None:
         pack(zeros(1, 2560, 1024), zeros(1, 1024, 2048), zeros(1, 8192, 1024), zeros(1, 1024, 2048), *ends)
 
 
-@pytest.mark.parametrize("rows", [1, 10, 33, 64])
-def test_shared_memory_of_a_hopper_block_is_used_but_not_exceeded(rows: int) -> None:
-    stages, nbytes = shared_layout(rows, 232448)
-    assert stages >= 8
-    assert 232448 - 16400 < nbytes <= 232448
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 40), (10, 712), (10, 968), (15, 712), (16, 712), (50, 968)])
+def test_shared_memory_of_a_hopper_block_is_used_but_not_exceeded(rows: int, capacity: int) -> None:
+    stages, nbytes = shared_layout(rows, keys_of_a_block(capacity, rows), 15, 232448)
+    assert stages >= 4
+    assert 232448 - 8208 < nbytes <= 232448
+
+
+@pytest.mark.parametrize(
+    ("capacity", "rows", "keys"),
+    [(712, 10, 96), (968, 10, 128), (968, 50, 128), (1, 1, 16), (118, 10, 16), (119, 10, 32)],
+)
+def test_a_block_has_room_for_an_eighth_of_the_keys(capacity: int, rows: int, keys: int) -> None:
+    assert keys_of_a_block(capacity, rows) == keys
 
 
 def test_too_little_shared_memory_is_refused() -> None:
-    with pytest.raises(KernelError, match="10 rows need .* bytes of shared memory a block, there are 101376"):
-        shared_layout(10, 101376)
+    with pytest.raises(KernelError, match="10 rows and 96 keys .* bytes of shared memory a block, there are 101376"):
+        shared_layout(10, 96, 15, 101376)

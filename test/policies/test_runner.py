@@ -43,6 +43,7 @@ class MeanPolicy:
     chunk = 3
     action_dt = 0.1
     kernel_reports = ()
+    fidelity = "16-bit, nothing to pass"
 
     def __init__(self) -> None:
         images = tuple(

@@ -12,17 +12,20 @@ import numpy as np
 import torch
 
 from ...policies.pi05.config import Pi05Config
+from ...precision.tier import load_tier
 from ..circumstances import machine, now, percentiles, significant, versions
 from ..devices import device_named
 from ..errors import MeasureError
 from ..gpu import GpuWatch
 from ..parity import cosine
+from ..roofline import TIERS as ROOFLINE_TIERS
 from ..roofline import floors, fractions
 from ..rounds import Candidate, Samples, Schedule, measure
 from ..trace import figures, traced
 from .baselines import Baseline, Shared, baselines
 from .observations import Pixels
-from .subject import PARTS, Subject
+from .starts import starts
+from .subject import CALL_PARTS, PARTS, Subject
 from .workload import workload
 
 Say = Callable[[str], None]
@@ -32,8 +35,9 @@ _SAME = 0.99  # cosine below which a baseline computes something else
 _OVERLAP = "overlap"  # the policy's setting that switches launch overlap, where it has one
 
 PROTOCOL = (
-    "Ours, 'call': camera bytes on the host to actions on the host, by the host's clock; 'replay': the graphs of one "
-    "decision with an unchanged instruction, between device events. Parts: the same bodies, each as its own graph. "
+    "Ours, 'call': camera bytes on the host to actions on the host, by the host's clock; 'call_parts_us': parts of it, "
+    "in calls that wait for the device after uploads and after replay; 'replay': the graphs of one decision with an "
+    "unchanged instruction, between device events. Stages: the same bodies, each as its own graph. "
     "Baselines start from images that are resized and normalised on the device already, and end with actions on the "
     "device. All run on the same weights, tokens and noise, and their actions are compared with ours."
 )
@@ -41,17 +45,22 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured beside our own policy."""
+    """What is measured beside our own policy; `load`: two starts, with the cache of kernels cold and warm."""
 
     device: str = "cpu"
     schedule: Schedule = field(default_factory=Schedule)
     baselines: tuple[str, ...] = ()
     mechanisms: bool = False
     parity: Mapping[str, Any] | None = None
+    load: bool = False
 
 
 def bench(settings: Mapping[str, Any], options: Options, pictures: list[Pixels], say: Say) -> dict[str, Any]:
     """Measure one configuration; the result is one object of the result file."""
+    load_s = None
+    if options.load:
+        say("two starts in processes of their own")
+        load_s = starts(settings, options.device)
     with ExitStack() as stack:
         say("ours: load, capture")
         ours = Subject(settings, options.device, pictures)
@@ -60,6 +69,7 @@ def bench(settings: Mapping[str, Any], options: Options, pictures: list[Pixels],
             Candidate("call", ours.decide, on_host=True),
             Candidate("replay", ours.replay),
             ours.parts(),
+            Candidate("call_parts", ours.decide_in_parts, on_host=True, laps=CALL_PARTS, calls=_FEW),
         ]
         mechanisms = _mechanisms(ours, options, pictures, stack) if options.mechanisms else _Mechanisms([], {}, {})
         rivals = _rivals(ours, options, stack, say)
@@ -71,7 +81,7 @@ def bench(settings: Mapping[str, Any], options: Options, pictures: list[Pixels],
             samples = measure(candidates, options.schedule, device)
         say("tracing kernels")
         traces = _kernels(ours, rivals, device)
-    return _result(ours, options, samples, mechanisms, rivals, similarity, traces, watch.seen())
+    return _result(ours, options, samples, mechanisms, rivals, similarity, traces, watch.seen()) | {"load_s": load_s}
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
@@ -160,7 +170,8 @@ def _result(
     p50 = {name: significant(float(np.median(sample.total))) for name, sample in samples.items()}
     stage_ms = {part: significant(float(np.median(samples["parts"].laps[part]))) for part in PARTS}
     replay, call = samples["replay"].total, samples["call"].total
-    tier = TIERS[config.dtype]
+    precision = load_tier(config.precision)
+    tier = TIERS[config.dtype] if precision.wide else precision.name
     return {
         "views": len(config.views),
         "tokens": ours.tokens,
@@ -174,6 +185,8 @@ def _result(
         "p99_over_p50": {"replay": _spread(replay), "call": _spread(call)},
         "calls_timed": {name: len(sample.total) for name, sample in samples.items()},
         "stage_ms": stage_ms,
+        "call_parts_us": _microseconds(samples["call_parts"]),
+        "windows": ours.windows,
         "first_action_s": significant(ours.first_action_s, 3),
         "kernels": kernels["ours"],
         "baselines": {rival.name: p50[rival.name] for rival in rivals},
@@ -192,6 +205,11 @@ def _result(
         "versions": versions(),
         "protocol": f"{PROTOCOL} {options.schedule.describe()}",
     }
+
+
+def _microseconds(sample: Samples) -> dict[str, float]:
+    """Median of each lap."""
+    return {name: significant(float(np.median(times)) * 1e3, 3) for name, times in sample.laps.items()}
 
 
 def _spread(times: Sequence[float]) -> float:
@@ -220,7 +238,7 @@ def _roofline(ours: Subject, tier: str, stage_ms: Mapping[str, float]) -> dict[s
     """Share of the device's ceilings that each stage reaches; None for a device whose ceilings are not known."""
     on_gpu = ours.runner.session.device.type == "cuda"
     device = device_named(str(machine().get("gpu"))) if on_gpu else None
-    if device is None or not device.measured or tier == "32-bit":
+    if device is None or not device.measured or tier not in ROOFLINE_TIERS:
         return None
     contract = ours.policy.contract
     work = workload(ours.policy.config, contract, contract.variant(ours.runner.session.variant))

@@ -186,12 +186,15 @@ def _equal(parameter: Tensor, stored: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def sizes_of(config: Pi05Config) -> Iterator[None]:
-    """Within the block, LeRobot builds a model of the sizes of `config`; nothing is changed at the true size."""
+def sizes_of(config: Pi05Config, module: str = _MODULE) -> Iterator[None]:
+    """Within the block, LeRobot builds a model of the sizes of `config`; nothing is changed at the true size.
+
+    `module` is where it defines the model; that of π0 works too.
+    """
     if all(getattr(config, name) == getattr(_TRUE, name) for name in _SIZES):
         yield
         return
-    modeling = importlib.import_module(_MODULE)
+    modeling = importlib.import_module(module)
     names = ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM")
     paligemma, gemma = (getattr(modeling, name) for name in names)
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...policies.pi05.config import Pi05Config
 from ...policies.pi05.layout import EMBEDDING, EXPERT_HEAD, TIED_EMBEDDING, VISION, Shape, expected_shapes
-from ..progress import Advance, progress
+from ...policies.progress import Advance, progress
 
 STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _BLOCK = 1 << 22  # values drawn at once; seed, name and number decide a block, so the number of cores does not

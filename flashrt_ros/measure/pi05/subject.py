@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,22 @@ from numpy.typing import NDArray
 from ...engine.graphs import Executable, capture
 from ...policies import PolicyRunner
 from ...policies.pi05 import Pi05Policy, build
+from ...policies.pi05.plan import image_buffer
 from ...policies.pixels import PixelOrder
+from ...policies.runner import PARTS as INFER_PARTS
 from ..errors import MeasureError
 from ..rounds import Candidate
 from ..trace import Span, traced
 from .checkpoint import cut, default_settings
 from .observations import Observation, Pixels, frame, instruction_of_length
 
+STARTS = ("policy", "session", "decision")
+"""Parts of a start: weights, digest and self-test; arena and capture; the first decision."""
 FRAME_SIZE = (480, 640)  # height, width
 PARTS = ("vision", "prefix", "expert")
+CALL_PARTS = ("ingest", "upload", *INFER_PARTS, "replay", "fetch", "unnormalise")
+"""Parts of a whole call by the host's clock; `upload` and `replay` end when the device has finished, the others when
+their work is done or enqueued by the host."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,17 @@ class Subject:
         settings: of the policy.
         pictures: photographs that its cameras show.
 
-    `first_action_s` is the time from the beginning of loading to the first actions on the host.
+    `first_action_s` is the time from the beginning of loading to the first actions on the host, and `start_s` what of
+    it each part took; `windows` is how windows reach the stages.
     """
 
     def __init__(self, settings: Mapping[str, Any], device: str, pictures: list[Pixels], seed: int = 0) -> None:
-        start = time.perf_counter()
+        marks = [time.perf_counter()]
         self.policy: Pi05Policy = build(settings, device)
+        marks.append(time.perf_counter())
         self.runner = PolicyRunner.start(self.policy, device, seed)
+        marks.append(time.perf_counter())
+        self.windows = str(self.runner.session.window_path(image_buffer(self.views[0])))
         self.device = torch.device(device)
         self.settings = dict(settings)
         generator = np.random.default_rng(seed)
@@ -70,7 +82,9 @@ class Subject:
         bucket = self.policy.config.prompt_buckets[-1]
         self.runner.set_instruction(instruction_of_length(self.policy, self.state, bucket))
         self.decide()
-        self.first_action_s = time.perf_counter() - start
+        marks.append(time.perf_counter())
+        self.first_action_s = marks[-1] - marks[0]
+        self.start_s = dict(zip(STARTS, (b - a for a, b in pairwise(marks)), strict=True))
         self._tokens = self.runner.session.read("tokens")
 
     @property
@@ -90,10 +104,36 @@ class Subject:
 
     def decide(self) -> NDArray[np.float32]:
         """One whole decision: image bytes on the host to actions on the host."""
+        self._ingest()
+        return self.runner.decide().actions
+
+    def _ingest(self) -> None:
         for view, pixels in zip(self.views, self.frames, strict=True):
             self.runner.set_image(view, pixels, PixelOrder.RGB)
         self.runner.set_state(self.state)
-        return self.runner.decide().actions
+
+    def decide_in_parts(self, lap: Callable[[], None]) -> None:
+        """What `decide` does, with a lap at the end of each of CALL_PARTS.
+
+        To tell uploads and replay apart it waits for the device where `decide` goes on.
+        """
+        self._ingest()
+        lap()
+        self._finish()
+        lap()
+        self.runner.infer(lap)
+        self._finish()
+        lap()
+        rows = self.runner.session.read("actions")
+        lap()
+        self.policy.processor.actions(rows, self.state)
+        lap()
+
+    def _finish(self) -> None:
+        """Wait until the device has done everything that was enqueued."""
+        device = self.runner.session.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def replay(self) -> None:
         """Replay the stages of one decision on what is in the windows."""

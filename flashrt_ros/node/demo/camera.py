@@ -1,4 +1,4 @@
-"""A camera process: a photograph, filmed by a wandering crop, as sensor_msgs/Image.
+"""A camera process: a photograph or a test card, filmed by a wandering crop, as sensor_msgs/Image.
 
 Run: `python -m flashrt_ros.node.demo.camera front` (a view of `scene.CAMERAS`).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import array
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,16 +17,23 @@ from rclpy.qos import qos_profile_sensor_data
 from sensor_msgs.msg import Image
 
 from .errors import DemoError
-from .photographs import MovingCrop, load_photograph
+from .photographs import MovingCrop, Pixels, colour_card, enlarged, load_photograph
 from .publishing import keep_pace, publishing_node
 from .scene import CAMERA_RATE, CAMERAS, HEIGHT, WIDTH, Camera
 
 
-def make_publish(node: Node, camera: Camera) -> Callable[[float], None]:
+def scenery(camera: Camera, *, card: bool) -> Pixels:
+    """uint8[height, width, 3]: what `camera` films, larger than a frame, in the channel order that it publishes."""
+    if card:
+        picture = colour_card(WIDTH * 4 // 3, HEIGHT * 4 // 3)
+    else:
+        picture = enlarged(load_photograph(camera.photograph), WIDTH, HEIGHT)
+    return np.ascontiguousarray(picture[:, :, ::-1]) if camera.encoding == "bgr8" else picture
+
+
+def make_publish(node: Node, camera: Camera, picture: Pixels) -> Callable[[float], None]:
     """A function that publishes the frame of a time (seconds since start)."""
-    order = slice(None, None, -1) if camera.encoding == "bgr8" else slice(None)
-    # Reordered once here: a camera process must leave the two cores to the policy.
-    crop = MovingCrop(np.ascontiguousarray(load_photograph(camera.photograph)[:, :, order]), WIDTH, HEIGHT)
+    crop = MovingCrop(picture, WIDTH, HEIGHT)
     publisher = node.create_publisher(Image, camera.topic, qos_profile_sensor_data)
     message = Image(width=WIDTH, height=HEIGHT, encoding=camera.encoding, step=3 * WIDTH)
     message.header.frame_id = f"{camera.view}_camera"
@@ -46,11 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("view", choices=[camera.view for camera in CAMERAS])
     parser.add_argument("--rate", type=float, default=CAMERA_RATE, help="frames a second (Hz)")
+    parser.add_argument("--card", action="store_true", help="a test card instead of a photograph")
+    parser.add_argument("--triggered", action="store_true", help="start at a whole period of the system clock")
     args, _ = parser.parse_known_args(argv)
     camera = next(camera for camera in CAMERAS if camera.view == args.view)
     try:
+        picture = scenery(camera, card=args.card)
         with publishing_node(f"{camera.view}_camera") as (node, stop):
-            keep_pace(args.rate, stop, make_publish(node, camera))
+            if args.triggered:
+                stop.wait(-time.time() % (1.0 / args.rate))
+            keep_pace(args.rate, stop, make_publish(node, camera, picture))
     except DemoError as error:
         print(f"camera '{camera.view}': {error}", file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,7 @@ def running_graph(
     tend: Callable[[], None],
     params: Path | None = None,
     overrides: Mapping[str, object] | None = None,
+    camera_arguments: Sequence[str] = (),
 ) -> Iterator[Graph]:
     """Start everything, yield it, and leave neither processes nor shared memory behind.
 
@@ -93,6 +94,7 @@ def running_graph(
         tend: see `Graph.tend`.
         params: parameter file of the policy node; None: config/pi05_tiny.yaml.
         overrides: parameters of the policy node that override the file.
+        camera_arguments: more arguments for the camera processes.
     """
     params_file = params or share_file("config/pi05_tiny.yaml")
     if not params_file.is_file():
@@ -101,18 +103,20 @@ def running_graph(
         ros = ros_environment(domain, share_file("config/fastdds.xml"), logs)
         os.environ.update(ros)  # for the operator, which lives in this process
         with Processes(child_environment(ros), logs) as processes:
-            _start(processes, params_file, {"autostart": True, **(overrides or {})})
+            _start(processes, params_file, {"autostart": True, **(overrides or {})}, camera_arguments)
             with Operator(POLICY_NODE) as operator:
                 yield Graph(processes, operator, tend)
 
 
-def _start(processes: Processes, params: Path, overrides: Mapping[str, object]) -> None:
+def _start(
+    processes: Processes, params: Path, overrides: Mapping[str, object], camera_arguments: Sequence[str]
+) -> None:
     arguments = ["--ros-args", "-r", f"__node:={POLICY_NODE}", "--params-file", str(params)]
     for name, value in overrides.items():
         arguments += ["-p", f"{name}:={str(value).lower() if isinstance(value, bool) else value}"]
     processes.start("policy", "flashrt_ros.node.main", arguments)
     for camera in CAMERAS:
-        processes.start(f"camera_{camera.view}", "flashrt_ros.node.demo.camera", (camera.view,))
+        processes.start(f"camera_{camera.view}", "flashrt_ros.node.demo.camera", (camera.view, *camera_arguments))
     processes.start("robot", "flashrt_ros.node.demo.robot")
 
 

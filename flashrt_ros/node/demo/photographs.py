@@ -6,7 +6,6 @@ import importlib.util
 import math
 from pathlib import Path
 
-import cv2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +25,8 @@ def load_photograph(name: str) -> Pixels:
     Raises:
         DemoError: scikit-image is not installed, or has no such photograph.
     """
+    import cv2  # only here and below: who shows a test card needs no OpenCV
+
     spec = importlib.util.find_spec("skimage")
     if spec is None or not spec.submodule_search_locations:
         raise DemoError(
@@ -41,27 +42,38 @@ def load_photograph(name: str) -> Pixels:
     return np.ascontiguousarray(pixels[:, :, ::-1], dtype=np.uint8)
 
 
+def colour_card(width: int, height: int) -> Pixels:
+    """uint8[height, width, 3]: a colour wheel with rings, the same for every call, for machines without photographs."""
+    y, x = np.mgrid[-1.0 : 1.0 : height * 1j, -1.0 : 1.0 : width * 1j]
+    angle, radius = np.arctan2(y, x), np.hypot(x, y)
+    waves = [np.cos(angle + phase) * np.cos(24.0 * radius) for phase in (0.0, 2.1, 4.2)]
+    return np.asarray(np.stack(waves, axis=-1) * 127.5 + 127.5, dtype=np.uint8)
+
+
 class MovingCrop:
-    """A window of fixed size that wanders smoothly over an enlarged photograph.
+    """A window of fixed size that wanders smoothly over a larger picture.
 
     Args:
-        photograph: uint8[height, width, 3].
+        picture: uint8[height, width, 3], at least as large as the window.
         width, height: pixels of the window.
     """
 
-    def __init__(self, photograph: Pixels, width: int, height: int) -> None:
+    def __init__(self, picture: Pixels, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self._photograph = _enlarged(photograph, width, height)
+        self._picture = picture
 
     def at(self, seconds: float) -> Pixels:
         """uint8[height, width, 3]: a view into the photograph, not a copy."""
-        rows, columns = self._photograph.shape[:2]
+        rows, columns = self._picture.shape[:2]
         left = _wander(seconds, _PERIODS[0], columns - self.width)
         top = _wander(seconds, _PERIODS[1], rows - self.height)
-        return self._photograph[top : top + self.height, left : left + self.width]
+        return self._picture[top : top + self.height, left : left + self.width]
 
 
-def _enlarged(photograph: Pixels, width: int, height: int) -> Pixels:
+def enlarged(photograph: Pixels, width: int, height: int) -> Pixels:
+    """`photograph` so large that a window of that size has room to move in it."""
+    import cv2
+
     rows, columns = photograph.shape[:2]
     scale = _MARGIN * max(width / columns, height / rows)
     size = (math.ceil(columns * scale), math.ceil(rows * scale))

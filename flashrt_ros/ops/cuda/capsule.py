@@ -2,44 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Sequence
 
 import torch
 
-from ...engine.layout import Segment
+from ...engine.layout import PACKING, Segment
 from .compiler import KernelSource
-from .kernel import kernel
+from .errors import KernelError
+from .kernel import Kernel, kernel
+from .prepared import PreparedLaunch
 
-SOURCE = KernelSource("capsule")
 _THREADS = 256
-_BYTES_A_BLOCK = 16 * _THREADS * 2  # two 16-byte units a thread: enough blocks to fill the GPU at a few megabytes
-_CACHED_TABLES = 64
+_UNITS = 4  # a thread; 16 KiB a thread block: 10 MB are one wave of the GPU, and every load of it is in flight at once
+_TILE = _THREADS * _UNITS
+_SEGMENTS = 32  # of one launch; the table is an argument, and those have 4 KiB
+_MAX_UNITS = 2**32 - _TILE  # of a piece; the kernel counts them in 32 bits
 
-_Row = tuple[int, int, int, int, int]
+
+class _SegmentEntry(ctypes.Structure):
+    """One row of the kernel's table, as kernels/capsule.cu explains it."""
+
+    _fields_ = (
+        ("source", ctypes.c_int64),
+        ("pitch", ctypes.c_int64),
+        ("live", ctypes.c_int64),
+        ("packed", ctypes.c_int64),
+        ("first_tile", ctypes.c_uint32),
+        ("piece_tiles", ctypes.c_uint32),
+        ("units", ctypes.c_uint32),
+        ("wide", ctypes.c_uint32),
+    )
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("segments", _SegmentEntry * _SEGMENTS), ("count", ctypes.c_int64))
+
+
+SOURCE = KernelSource(
+    "capsule",
+    {
+        "SEGMENTS": _SEGMENTS,
+        "TABLE_BYTES": ctypes.sizeof(_Table),
+        "BLOCK_THREADS": _THREADS,
+        "UNITS": _UNITS,
+    },
+)
 
 
 class CapsuleCopy:
-    """Copies all live segments of an arena on `device` in one launch on the current stream."""
+    """Prepares copies between arenas and packed blocks on `device`: one launch for all segments."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._kernel = kernel(SOURCE, "copy_regions", device)
-        self._tables: dict[tuple[_Row, ...], torch.Tensor] = {}
 
-    def __call__(self, arena: torch.Tensor, packed: torch.Tensor, segments: Iterable[Segment], gather: bool) -> None:
-        """Arena to packed block (`gather`) or back; both uint8 on this device."""
-        rows = tuple((s.source, s.pitch, s.blocks, s.live, s.packed) for s in segments if s.live)
-        if not rows:
-            return
-        largest = max(blocks * live for _, _, blocks, live, _ in rows)
-        grid = (max(1, -(-largest // _BYTES_A_BLOCK)), len(rows))
-        self._kernel.launch(grid, _THREADS, arena, packed, self._table(rows), int(gather))
+    def __call__(self, arena: torch.Tensor, segments: Sequence[Segment]) -> PreparedCopy:
+        """See `CopyRegions`; `arena` is uint8 on the device and stays where it is."""
+        return PreparedCopy(self._kernel, arena, segments)
 
-    def _table(self, rows: tuple[_Row, ...]) -> torch.Tensor:
-        table = self._tables.get(rows)
-        if table is None:
-            if len(self._tables) >= _CACHED_TABLES:
-                self._tables.clear()
-            table = torch.tensor(rows, dtype=torch.int64).to(self._device)
-            self._tables[rows] = table
-        return table
+
+class PreparedCopy:
+    """The copy of certain segments of one arena: a call writes one address and one flag, and launches."""
+
+    __slots__ = ("_arena", "_gather", "_launches", "_packed")
+
+    def __init__(self, copy_regions: Kernel, arena: torch.Tensor, segments: Sequence[Segment]) -> None:
+        self._arena = arena  # kept alive
+        self._packed, self._gather = ctypes.c_void_p(), ctypes.c_int()
+        address = ctypes.c_void_p(arena.data_ptr())
+        live = [segment for segment in segments if segment.nbytes]
+        self._launches = tuple(
+            PreparedLaunch(copy_regions, tiles, _THREADS, (address, self._packed, self._gather, table))
+            for table, tiles in (fill_table(live[i : i + _SEGMENTS]) for i in range(0, len(live), _SEGMENTS))
+        )
+
+    def __call__(self, packed: torch.Tensor, gather: bool) -> None:
+        """Arena to `packed` (`gather`) or back, on the current stream; uint8 on the arena's device, 16-byte aligned."""
+        address = packed.data_ptr()
+        if address % PACKING:
+            raise KernelError(f"a packed block begins at {address:#x}; give one that is aligned to {PACKING} bytes")
+        self._packed.value, self._gather.value = address, gather
+        for launch in self._launches:
+            launch()
+
+
+def fill_table(segments: Sequence[Segment]) -> tuple[_Table, int]:
+    """The kernel's table of at most 32 segments that are not empty, and how many tiles they are."""
+    table, tiles = _Table(count=len(segments)), 0
+    for row, segment in zip(table.segments, segments, strict=False):
+        row.source, row.pitch, row.live, row.packed = segment.source, segment.pitch, segment.live, segment.packed
+        row.wide = (segment.source | segment.pitch | segment.live | segment.packed) % PACKING == 0
+        unit = PACKING if row.wide else 1
+        units = segment.live // unit
+        if units > _MAX_UNITS:
+            raise KernelError(
+                f"region '{segment.region.name}' has pieces of {segment.live} live bytes, a copy takes at most "
+                f"{_MAX_UNITS * unit}; split the region into more blocks"
+            )
+        row.units, row.first_tile, row.piece_tiles = units, tiles, -(-units // _TILE)
+        tiles += segment.blocks * row.piece_tiles
+    return table, tiles

@@ -15,24 +15,31 @@ from .kernel import Kernel, kernel
 WIDTH, HEADS, HEAD_DIM, HIDDEN, ACTIONS = 1024, 8, 256, 4096, 32  # what kernels/expert.cu is written for
 INNER = HEADS * HEAD_DIM
 MAX_ROWS, MAX_KEYS = 64, 1024
-SPLITS = 16
-BLOCKS = 128  # every product has a multiple of 128 tiles, and attention has 128 parts
+RANKS = 8  # blocks of a cluster, which share the inputs of every product and the keys
+MAX_CLUSTERS = 16
 _THREADS = 640
-_STAGE_BYTES = 16384
-_HELD_STAGES = 8  # of the ring, that the widest phase reads at once
-_SYNC_WORDS = 32 * (HEADS + 2)
-PHASES_PER_LAYER = 6
+_STAGE_BYTES = 8192
+_FEWEST_STAGES = 4  # of the ring
+_SYNC_WORDS = 4
+PHASES_PER_LAYER = 5
 
 
-def pack_tiles(weight: Tensor) -> Tensor:
-    """Reorder bf16[layers, outputs, inputs] into the stages that the kernel streams.
+def pack_tiles(weight: Tensor, pieces: int = RANKS) -> Tensor:
+    """Reorder bf16[layers, outputs, inputs] into the tiles that the kernel streams.
 
-    Result bf16[layers, outputs / 8, inputs / 1024, 8192]: a stage holds eight outputs and 1024 inputs in the order
-    warp, group, output, quad, eight inputs.
+    Result bf16[layers, pieces, outputs / 8, 8 * inputs / pieces]: a tile holds eight outputs and the inputs of one
+    piece, in the order group of 32 inputs, output, quad, eight inputs.
     """
     layers, outputs, inputs = weight.shape
-    view = weight.view(layers, outputs // 8, 8, inputs // 1024, 8, 4, 4, 8)
-    return view.permute(0, 1, 3, 4, 5, 2, 6, 7).reshape(layers, outputs // 8, inputs // 1024, 8192).contiguous()
+    groups = inputs // pieces // 32
+    view = weight.view(layers, outputs // 8, 8, pieces, groups, 4, 8)
+    return view.permute(0, 3, 1, 4, 2, 5, 6).reshape(layers, pieces, outputs // 8, -1).contiguous()
+
+
+def alternate_tiles(weight: Tensor) -> Tensor:
+    """Reorder bf16[layers, 2 * hidden, inputs], gate then up: tiles of eight outputs alternate between them."""
+    layers, outputs, inputs = weight.shape
+    return weight.view(layers, 2, outputs // 16, 8, inputs).transpose(1, 2).reshape(layers, outputs, inputs)
 
 
 def rotary_pairs(heads: int) -> Tensor:
@@ -96,13 +103,11 @@ def pack(
     )
     rotated = rotary_pairs(HEADS + 1)
     order = torch.cat((rotated, torch.arange(HEAD_DIM) + len(rotated))).to(qkv.device)
-    layers = qkv.shape[0]
-    halves = pack_tiles(gate_up).view(layers, 2, HIDDEN // 8, 8192)
     return ExpertWeights(
         project=pack_tiles(qkv[:, order]),
         output=pack_tiles(output),
-        gate_up=halves.transpose(1, 2).contiguous(),
-        down=pack_tiles(down),
+        gate_up=pack_tiles(alternate_tiles(gate_up)),
+        down=pack_tiles(down, 2 * RANKS),
         enter_weight=enter[0].float().t().contiguous(),
         enter_bias=enter[1].float().contiguous(),
         leave_weight=leave[0].float().contiguous(),
@@ -112,43 +117,76 @@ def pack(
 
 @dataclass(frozen=True)
 class ExpertScratch:
-    """Memory that is worthless between two launches, except that `sync` must stay zero."""
+    """Memory that one launch leaves as the next one wants it: nobody else may write to it.
 
-    x: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attended: Tensor
-    hidden: Tensor
-    partial: Tensor
-    extremes: Tensor
+    Args:
+        words: what blocks exchange, int32; -1 marks what has not been written.
+        sync: which copy comes next, and how many blocks have finished.
+    """
+
+    words: Tensor
     sync: Tensor
 
     @staticmethod
     def allocate(rows: int, device: torch.device) -> ExpertScratch:
-        """Scratch for `rows` rows."""
-
-        def rows_of(width: int) -> Tensor:
-            return torch.zeros(rows, width, dtype=torch.bfloat16, device=device)
-
+        """Scratch for `rows` rows: two copies of residual and actions as float, of the rest as bfloat16."""
+        count = rows * (2 * WIDTH + 2 * ACTIONS + INNER + 2 * HEAD_DIM + INNER + HIDDEN)
         return ExpertScratch(
-            rows_of(WIDTH), rows_of(INNER), rows_of(HEAD_DIM), rows_of(HEAD_DIM), rows_of(INNER), rows_of(HIDDEN),
-            torch.zeros(HEADS, SPLITS, rows, HEAD_DIM, device=device),
-            torch.zeros(HEADS, SPLITS, rows, 2, device=device),
+            torch.full((count,), -1, dtype=torch.int32, device=device),
             torch.zeros(_SYNC_WORDS, dtype=torch.int32, device=device),
-        )  # fmt: skip
+        )
 
 
-def shared_layout(rows: int, shared_limit: int) -> tuple[int, int]:
-    """(ring stages, bytes of shared memory) of a block for `rows` rows where a block may have `shared_limit` bytes."""
-    tiles = -(-rows // 16)
-    scores = tiles * 16 * 72
-    scratch = max(16 * 8 * 128 * 4, 64 * HEAD_DIM * 2 + 2 * scores * 4 + scores * 2)
-    fixed = scratch + 16 * min(tiles, 2) * 16 * 4 + 2 * WIDTH * 4 + 512
+def _up(value: int, step: int) -> int:
+    """`value` divided by `step`, rounded up."""
+    return -(-value // step)
+
+
+def keys_of_a_block(capacity: int, rows: int) -> int:
+    """Keys that a block has room for: an eighth of the largest number, in whole tiles of eight and steps of sixteen."""
+    return 16 * _up(8 * _up(_up(capacity + rows, RANKS), 8), 16)
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """In how many rounds a product's parts are exchanged, and the floats of one round (see kernels/expert_plan.cuh)."""
+
+    count: int
+    floats: int
+
+    @staticmethod
+    def of(tiles: int, unit: int, rows: int, clusters: int) -> _Rounds:
+        slots = _up(_up(tiles // unit, clusters), RANKS) * unit
+        count = _up(slots, 2 if rows >= 16 else 12) | 1
+        return _Rounds(count, _up(slots // unit, count) * unit * RANKS * (rows + 1) * 8 + RANKS * rows)
+
+
+def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tuple[int, int]:
+    """(ring stages, bytes of shared memory) of a block that may have `shared_limit` bytes.
+
+    Args:
+        rows: of the chunk.
+        keys: that a block has room for (see `keys_of_a_block`).
+        clusters: size of the grid.
+    """
+    held = 16 * _up(rows + 1, 16)
+    project = _Rounds.of((INNER + 2 * HEAD_DIM) // 8, 1, rows, clusters)
+    gate_up = _Rounds.of(2 * HIDDEN // 8, 2, rows, clusters)
+    sums = _up(_up(WIDTH // 8, clusters), RANKS) * RANKS * rows * 8
+    queries = _up(rows * HEADS, clusters)
+    x = max(project.floats, sums)
+    y = max(RANKS * queries * (HEAD_DIM // RANKS + 2), sums, project.floats if project.count > 1 else 0)
+    values = max(keys * (HEAD_DIM * 2 + 16) // 4, gate_up.floats)
+    z = 4 if gate_up.count == 1 or 2 * gate_up.floats <= values else gate_up.floats
+    operands = max(held * 576 * (2 if rows < 16 else 1), 16 * _up(queries, 16) * (576 + (keys + 8) * 6))
+    fixed = 4 * (x + y + z + values) + operands + 16 * 4 + 4 * 8 + 128
     stages = (shared_limit - fixed) // (_STAGE_BYTES + 16)
-    if stages < _HELD_STAGES:
-        needed = fixed + _HELD_STAGES * (_STAGE_BYTES + 16)
-        raise KernelError(f"expert: {rows} rows need {needed} bytes of shared memory a block, there are {shared_limit}")
+    if stages < _FEWEST_STAGES:
+        needed = fixed + _FEWEST_STAGES * (_STAGE_BYTES + 16)
+        raise KernelError(
+            f"expert: {rows} rows and {keys} keys a block need {needed} bytes of shared memory a block, "
+            f"there are {shared_limit}"
+        )
     return stages, fixed + stages * (_STAGE_BYTES + 16)
 
 
@@ -159,9 +197,10 @@ class ExpertKernel:
         weights: packed.
         rows: chunk length, at most 64.
         steps: Euler steps.
+        capacity: rows of the prefix at most; with `rows` at most 1024.
         persistent: one launch for everything; otherwise one launch a phase, which computes the same bits.
         overlap: launch the phases with programmatic overlap (no effect on a single launch).
-        blocks: size of the grid, at most one block a multiprocessor; it changes no bit.
+        clusters: clusters of eight blocks in the grid, at most what the device holds at once; it changes no bit.
     """
 
     def __init__(
@@ -170,28 +209,47 @@ class ExpertKernel:
         rows: int,
         steps: int,
         *,
+        capacity: int,
         persistent: bool = True,
         overlap: bool = False,
-        blocks: int = BLOCKS,
+        clusters: int = MAX_CLUSTERS,
     ) -> None:
-        if not 0 < rows <= MAX_ROWS:
-            raise KernelError(f"expert: {rows} rows, the kernel takes 1 to {MAX_ROWS}")
-        self.weights, self.rows, self.steps = weights, rows, steps
+        if not 0 < rows <= MAX_ROWS or capacity + rows > MAX_KEYS:
+            raise KernelError(
+                f"expert: {rows} rows behind {capacity}, the kernel takes 1 to {MAX_ROWS} rows and {MAX_KEYS} keys"
+            )
+        self.weights, self.rows, self.steps, self.capacity = weights, rows, steps, capacity
         self.persistent, self.overlap = persistent, overlap and not persistent
-        device = weights.project.device
-        properties = torch.cuda.get_device_properties(device)
-        self.blocks = min(blocks, properties.multi_processor_count)
-        limit = int(getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009 - missing in torch's stubs
-        stages, nbytes = shared_layout(rows, limit)
+        self.device = weights.project.device
+        count = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.clusters = min(clusters, MAX_CLUSTERS, count // RANKS)
+        self.kernel = self._resident_kernel()
+        self.phases = steps * (2 + PHASES_PER_LAYER * weights.layers)
+
+    def _resident_kernel(self) -> Kernel:
+        """The kernel for as many clusters as run at once: not every part of a device has room for the last ones."""
+        while self.clusters > 0:
+            made = self._compiled()
+            fitting = made.resident_clusters(self.clusters, RANKS, _THREADS)
+            if fitting >= self.clusters:
+                return made
+            self.clusters = fitting
+        raise KernelError(f"expert: this GPU runs no cluster of {RANKS} blocks with the shared memory that one needs")
+
+    def _compiled(self) -> Kernel:
+        limit = int(getattr(torch.cuda.get_device_properties(self.device), "shared_memory_per_block_optin"))  # noqa: B009 - missing in torch's stubs
+        keys = keys_of_a_block(self.capacity, self.rows)
+        stages, nbytes = shared_layout(self.rows, keys, self.clusters, limit)
         defines = {
-            "ROWS": rows,
+            "ROWS": self.rows,
+            "KEYS": keys,
             "STAGES": stages,
-            "LAYERS": weights.layers,
-            "BLOCKS": self.blocks,
+            "SHARED_BYTES": nbytes,
+            "LAYERS": self.weights.layers,
+            "CLUSTERS": self.clusters,
             "OVERLAP": int(self.overlap),
         }
-        self.kernel: Kernel = kernel(KernelSource("expert", defines), "expert", device, nbytes)
-        self.phases = steps * (2 + PHASES_PER_LAYER * weights.layers)
+        return kernel(KernelSource("expert", defines), "expert", self.device, nbytes)
 
     def __call__(
         self,
@@ -209,9 +267,10 @@ class ExpertKernel:
         Args:
             modulation: float32[steps, 2 * layers + 1, 3, width]: scale, shift, gate.
             rope: bf16[rows, head_dim]: cosines, then sines, of the chunk's positions.
-            prefix_key, prefix_value: bf16[layers, capacity, head_dim].
-            valid: int32[1], rows of the prefix that take part; at most capacity, and valid + rows at most 1024.
+            prefix_key, prefix_value: bf16[layers, at most capacity, head_dim].
+            valid: int32[1], rows of the prefix that take part; at most capacity.
             noise: float32[rows, 32]; actions: float32[rows, 32], written, not `noise`.
+            scratch: as `ExpertScratch.allocate` made it and earlier calls left it.
         """
         layers = self.weights.layers
         check(
@@ -224,10 +283,10 @@ class ExpertKernel:
             noise=(noise, (self.rows, ACTIONS)),
             actions=(actions, (self.rows, ACTIONS)),
         )
-        if prefix_key.shape[1] + self.rows > MAX_KEYS or prefix_key.stride() != prefix_value.stride():
+        if prefix_key.shape[1] > self.capacity or prefix_key.stride() != prefix_value.stride():
             raise KernelError(
-                f"expert: {prefix_key.shape[1]} prefix rows and {self.rows} chunk rows, the kernel takes {MAX_KEYS} "
-                f"keys; key and value need equal strides, got {prefix_key.stride()} and {prefix_value.stride()}"
+                f"expert: {prefix_key.shape[1]} prefix rows, the kernel was built for {self.capacity}; key and value "
+                f"need equal strides, got {prefix_key.stride()} and {prefix_value.stride()}"
             )
         tensors = (modulation, rope, prefix_key, prefix_value, valid, noise, actions)
         if self.persistent:
@@ -237,12 +296,10 @@ class ExpertKernel:
             self._launch(tensors, scratch, phase, phase + 1)
 
     def _launch(self, tensors: tuple[Tensor, ...], scratch: ExpertScratch, first: int, last: int) -> None:
-        w, s = self.weights, scratch
+        w = self.weights
         self.kernel.launch(
-            self.blocks, _THREADS,
+            self.clusters, _THREADS,
             w.project, w.output, w.gate_up, w.down, w.enter_weight, w.enter_bias, w.leave_weight, w.leave_bias,
-            *tensors,
-            s.x, s.query, s.key, s.value, s.attended, s.hidden, s.partial, s.extremes, s.sync,
-            tensors[2].stride(0) // HEAD_DIM, first, last,
-            cooperative=self.persistent, overlap=self.overlap and first > 0,
+            *tensors, scratch.words, scratch.sync, tensors[2].stride(0) // HEAD_DIM, self.steps, first, last,
+            cluster=RANKS, overlap=self.overlap and first > 0,
         )  # fmt: skip

@@ -61,12 +61,31 @@ class Kernel:
         """The loaded function, with its attributes and occupancy queries."""
         return self._kernel
 
+    def resident_clusters(self, clusters: int, blocks: int, threads: int) -> int:
+        """How many of `clusters` clusters the device runs at once, when it runs nothing else."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = blocks, 1, 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = clusters * blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.attrs, config.numAttrs = self.shared_bytes, [attribute], 1
+        with torch.cuda.device(self.device):
+            result, function = driver.cuKernelGetFunction(self._kernel.handle)
+            if int(result) == 0:
+                result, count = driver.cuOccupancyMaxActiveClusters(function, config)
+        if int(result) != 0:
+            raise KernelError(f"{self.name}: clusters of {blocks} blocks are refused by the driver ({result.name})")
+        return min(clusters, int(count))
+
     def launch(
-        self, grid: Dim, block: int, *arguments: Argument, cooperative: bool = False, overlap: bool = False
+        self, grid: Dim, block: int, *arguments: Argument, cluster: int | None = None, overlap: bool = False
     ) -> None:
         """Enqueue one launch; it is recorded when the stream is being captured.
 
-        `cooperative` demands that all blocks are resident at once; `overlap` lets the launch begin before the kernel in
+        With `cluster`, `grid` counts clusters of so many blocks; `overlap` lets the launch begin before the kernel in
         front of it ends (the source must have been compiled with OVERLAP=1, or it would not wait).
         """
         from cuda.core import LaunchConfig, launch
@@ -75,7 +94,7 @@ class Kernel:
             grid=grid,
             block=block,
             shmem_size=self.shared_bytes,
-            is_cooperative=cooperative,
+            cluster=cluster,
             programmatic_stream_serialization=overlap,
         )
         launch(_current_stream(self.device), config, self._kernel, *(_converted(a) for a in arguments))

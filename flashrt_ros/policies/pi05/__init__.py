@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
-from ...engine import resolve_device
+import torch
+
+from ...engine import memory_refusals, require_memory, resolve_device
 from ...ops import OpTable
+from ...ops.requirements import require_kernels
+from ..progress import progress
 from .checkpoint import Normalisers
 from .config import Pi05Config
 from .lerobot import read_normalisers
+from .memory import needed_bytes
 from .openpi import is_openpi, read_openpi_normalisers
 from .policy import Pi05Policy, assemble
 from .presets import SEEDED_PRESETS
@@ -17,9 +23,11 @@ from .seeded import seeded_normalisers, seeded_source
 from .settings import Resolved, resolve, tokenizer_path
 from .source import FileSource, TensorSource, digest
 from .tokenizer import Tokenizer
-from .weights import load_weights
+from .weights import Pi05Weights, load_weights
 
 __all__ = ["Pi05Config", "Pi05Policy", "build"]
+
+_WORTH_A_BAR = 1 << 28  # bytes; less is read before anybody looks
 
 
 def build(settings: Mapping[str, object], device: str = "cpu", ops: OpTable | None = None) -> Pi05Policy:
@@ -33,22 +41,37 @@ def build(settings: Mapping[str, object], device: str = "cpu", ops: OpTable | No
     Raises:
         SettingsError: a setting is unknown, wrong, or contradicts the checkpoint.
         CheckpointError: weights or statistics are missing, corrupt or of another configuration.
-        DeviceError: this machine lacks the device.
+        DeviceError: this machine lacks the device, or the device memory, driver or compiler that it takes.
     """
     target = resolve_device(device)
+    require_kernels(target)
     resolved = resolve(settings)
     config = resolved.config
     processor = Pi05Processor(config, _tokenizer(resolved), _normalisers(resolved))
     source = _source(resolved)
-    return assemble(
-        config,
-        load_weights(source, config, target),
-        processor,
-        weights_digest=digest(source),
-        checkpoint=str(resolved.checkpoint.folder) if resolved.checkpoint else f"preset:{config.preset}",
-        device=target,
-        ops=ops,
-    )
+    if target.type == "cuda":
+        require_memory(target, needed_bytes(config), f"policy 'pi05' with {len(config.views)} views")
+    with memory_refusals(target):
+        weights, weights_digest = _load(source, config, target)
+        return assemble(
+            config,
+            weights,
+            processor,
+            weights_digest=weights_digest,
+            checkpoint=str(resolved.checkpoint.folder) if resolved.checkpoint else f"preset:{config.preset}",
+            device=target,
+            ops=ops,
+        )
+
+
+def _load(source: TensorSource, config: Pi05Config, device: torch.device) -> tuple[Pi05Weights, str]:
+    """Weights on `device`, and their digest, which the other cores compute meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        hashed = pool.submit(digest, source)
+        if source.nbytes < _WORTH_A_BAR:
+            return load_weights(source, config, device), hashed.result()
+        with progress("loading weights", source.nbytes) as advance:
+            return load_weights(source, config, device, advance), hashed.result()
 
 
 def _source(resolved: Resolved) -> TensorSource:

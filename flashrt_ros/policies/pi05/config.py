@@ -29,6 +29,9 @@ class Pi05Config:
     # how it runs
     plan: str = "split"  # "split": context and action are two graphs; "full": one graph
     dtype: str = "bfloat16"
+    precision: str = "16-bit"  # tier: 16-bit (everything in `dtype`), 8-bit, 4-bit, or a tier's YAML file
+    calibration: str = ""  # file that `flashrt calibrate` made for this tier; a narrower tier does not start without
+    unverified: bool = False  # run a tier that has not passed `flashrt verify --tier`; for measuring, not for a robot
     steps: int = 10  # Euler steps from noise to actions
     fused: bool = True  # on a GPU: run the parts whose kernels pass their self-test; false: PyTorch references only
     overlap: bool = True  # on a GPU: let a kernel begin while the one in front of it ends; never changes a bit

@@ -22,6 +22,7 @@ from .stages import Pi05Stages
 from .weights import Pi05Weights
 
 FUSED = "fused"
+GATE_UP, SEPARATE = "gate_up", "cublaslt"  # a step of the prefix that is reported by itself, and its other way to run
 PARTS = {"vision": "prefix_residual", "prefix": "key_value", "expert": "actions"}  # part → the buffer that it leaves
 LARGEST_DISTANCE = 0.1  # relative; two correct bfloat16 pipelines of this depth lie 0.02 apart, a wrong one above 0.5
 _OLDEST = (9, 0)  # compute capability: bulk copies, programmatic launch, register hand-over
@@ -55,8 +56,9 @@ def choose_stages(
     *,
     persistent: bool = True,
     overlap: bool = False,
+    fused_gate_up: bool = True,
 ) -> tuple[Pi05Stages, tuple[KernelReport, ...]]:
-    """Stages for `device`, and a report on each part.
+    """Stages for `device`, and a report on each part and on the prefix's product of gate and up.
 
     A GPU that can run the fused parts runs each one that agrees with its reference on random inputs, with the weights
     as they are. Everything else runs the references; the report has the reason. On a CPU nothing faster exists, so
@@ -68,7 +70,9 @@ def choose_stages(
     reason = unsuited(config, torch.cuda.get_device_capability(device))
     if not reason:
         try:
-            stages = ChosenStages(config, weights, ops, persistent=persistent, overlap=overlap)
+            stages = ChosenStages(
+                config, weights, ops, persistent=persistent, overlap=overlap, fused_gate_up=fused_gate_up
+            )
             reports = _probe(stages, reference, config, contract, device)
             stages.refused = frozenset(report.op for report in reports if report.fallback)
             return stages, reports
@@ -90,7 +94,7 @@ def kernel_identity(reports: tuple[KernelReport, ...], references: str) -> str:
     return f"{references}; fused {','.join(fused)} {digest}"
 
 
-_SOURCES = ("expert", "norms", "pixels", "prefix")
+_SOURCES = ("expert", "gemm", "norms", "pixels", "prefix")
 
 
 def unsuited(config: Pi05Config, capability: tuple[int, int]) -> str:
@@ -100,6 +104,8 @@ def unsuited(config: Pi05Config, capability: tuple[int, int]) -> str:
         return f"fused kernels need compute capability {oldest}, this GPU has {found}"
     if config.dtype != "bfloat16":
         return f"fused kernels compute in bfloat16, the policy is configured for {config.dtype}"
+    if config.calibration:
+        return f"fused kernels read 16-bit weights, the policy is in precision '{config.precision}'"
     for name, wanted in _SIZES.items():
         if getattr(config, name) != wanted:
             return f"fused kernels are written for {name} {wanted}, the policy has {getattr(config, name)}"
@@ -138,10 +144,22 @@ def _probe(
         _fill(arena, config, variant.dims["prompt"])
         reference.checkpoint(arena, variant)
         reference.prompt(arena, variant)
-        return tuple(
-            _compare(part, fused.parts()[part], reference.parts()[part], arena, variant, _rows(part, config, variant))
-            for part in PARTS
-        )
+
+        def compare(part: str) -> KernelReport:
+            rows = _rows(part, config, variant)
+            return _compare(part, fused.parts()[part], reference.parts()[part], arena, variant, rows)
+
+        vision, entered = compare("vision"), arena["prefix_residual"].clone()
+        prefix = compare("prefix")
+        if prefix.fallback and fused.fuses_gate_up:
+            fused.separate_gate_up(prefix.reason)
+            arena["prefix_residual"].copy_(entered)
+            prefix = compare("prefix")
+        return vision, prefix, compare("expert"), _gate_up_report(fused)
+
+
+def _gate_up_report(stages: CudaStages) -> KernelReport:
+    return KernelReport(GATE_UP, FUSED if stages.fuses_gate_up else SEPARATE, reason=stages.gate_up_reason)
 
 
 def _fill(arena: Arena, config: Pi05Config, bucket: int) -> None:

@@ -2,7 +2,7 @@
 
 Large products go to cuBLASLt, attention of vision and prefix to cuDNN and FlashAttention; what stands between them is
 fused. Residual additions ride on the norm behind them or on the product's accumulation, RMS norms on the step behind
-the product. The expert is one launch.
+the product. On Hopper the prefix's product of gate and up is an own kernel with GeGLU inside. The expert is one launch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor
 
 from ...contract import Variant
 from ...ops import OpTable
+from ...ops.cuda import gemm
 from ...ops.cuda import rows as kernels
 from ...ops.cuda.attention import PrefixAttention, image_attention
+from ...ops.cuda.errors import KernelError
 from ...ops.cuda.expert import ExpertKernel, ExpertScratch, pack
 from ...ops.cuda.expert import ExpertWeights as PackedExpert
 from .config import Pi05Config
 from .plan import image_buffer
 from .stages import Pi05Stages
-from .weights import Dense, ExpertWeights, GemmaLayer, Pi05Weights, VisionLayer
+from .weights import Dense, ExpertWeights, Pi05Weights, VisionLayer
 
 Arena = Mapping[str, Tensor]
 
@@ -34,7 +36,11 @@ class CudaStages(Pi05Stages):
     Args:
         persistent: the expert as one launch, otherwise phase by phase; equal bits.
         overlap: programmatic overlap of the launches between products; equal bits.
+        fused_gate_up: the prefix's GeGLU inside its product, where the GPU can; with a second copy of these weights.
     """
+
+    gate_up_reason: str = ""
+    """Why GeGLU is not inside its product although it was asked for."""
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class CudaStages(Pi05Stages):
         *,
         persistent: bool = True,
         overlap: bool = False,
+        fused_gate_up: bool = True,
     ) -> None:
         super().__init__(config, weights, ops)
         self._device = weights.vision.patch.device
@@ -52,9 +59,34 @@ class CudaStages(Pi05Stages):
         self._patches = torch.zeros(config.image_rows, self._patch.shape[1], dtype=torch.bfloat16, device=self._device)
         rows = [config.image_rows + bucket for bucket in config.prompt_buckets]
         self._attention = {count: PrefixAttention(count, self._device) for count in rows}
+        self._row_scale = torch.zeros(config.prefix_rows, device=self._device)
+        self._gate_up: tuple[Tensor, ...] = ()
+        if fused_gate_up:
+            self.gate_up_reason = gemm.unsuited(self._device)
+            if not self.gate_up_reason:
+                self._gate_up = tuple(gemm.interleave_gate_up(layer.gate_up) for layer in weights.prefix.layers)
         self._scratch = ExpertScratch.allocate(config.chunk, self._device)
-        packed = _pack_expert(weights.expert)
-        self._expert = ExpertKernel(packed, config.chunk, config.steps, persistent=persistent, overlap=overlap)
+        self._expert = self._build_expert(weights.expert, persistent=persistent, overlap=overlap)
+
+    def _build_expert(self, weights: ExpertWeights, *, persistent: bool, overlap: bool) -> ExpertKernel | KernelError:
+        """The kernel, or why this GPU or this chunk has none: that part alone runs as reference then."""
+        config = self._config
+        try:
+            return ExpertKernel(
+                _pack_expert(weights), config.chunk, config.steps, capacity=config.prefix_rows, persistent=persistent,
+                overlap=overlap,
+            )  # fmt: skip
+        except KernelError as error:
+            return error
+
+    @property
+    def fuses_gate_up(self) -> bool:
+        """GeGLU is inside its product."""
+        return bool(self._gate_up)
+
+    def separate_gate_up(self, reason: str) -> None:
+        """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own."""
+        self._gate_up, self.gate_up_reason = (), reason
 
     # -- vision --------------------------------------------------------------------------------------------------------
 
@@ -62,8 +94,11 @@ class CudaStages(Pi05Stages):
         """Pixels → the image rows of the prefix."""
         config, weights = self._config, self._weights.vision
         patches = self._patches.view(len(config.views), config.patches, -1)
+        read_pixels = self._ops.pixels_to_patches  # whoever replaced this op gives something else than pixels
+        if "pixels_to_patches" not in self._ops.replaced():
+            read_pixels = kernels.pixels_to_patches
         for index, view in enumerate(config.views):
-            kernels.pixels_to_patches(
+            read_pixels(
                 arena[image_buffer(view)], arena["image_format"][index], patch=config.patch_size, out=patches[index]
             )
         residual, normed = arena["vision_residual"], arena["vision_normed"]
@@ -103,24 +138,27 @@ class CudaStages(Pi05Stages):
         attention = self._attention[rows]
         attention.set_valid(arena["prefix_rows"])
         key_value = arena["key_value"][:, :, :rows].unsqueeze(3)
-        for layer, (key, value) in zip(weights.layers, key_value, strict=False):
-            self._prefix_layer(layer, arena, attention, key, value)
+        for index, (key, value) in enumerate(key_value[:-1]):
+            self._prefix_layer(index, arena, attention, key, value)
         last = arena["prefix_qkv"].flatten()[: rows * 2 * config.key_width].view(rows, -1)
         torch.mm(residual, weights.last_key_value.t(), out=last)
         self._write_qkv(arena, last, None, key_value[-1][0], key_value[-1][1])
 
-    def _prefix_layer(
-        self, layer: GemmaLayer, arena: Arena, attention: PrefixAttention, key: Tensor, value: Tensor
-    ) -> None:
-        config, rows = self._config, attention.rows
-        residual, qkv = arena["prefix_residual"][:rows], arena["prefix_qkv"][:rows]
-        gate_up, hidden = arena["prefix_gate_up"][:rows], arena["prefix_hidden"][:rows]
+    def _prefix_layer(self, index: int, arena: Arena, attention: PrefixAttention, key: Tensor, value: Tensor) -> None:
+        config, layer, rows = self._config, self._weights.prefix.layers[index], attention.rows
+        residual, qkv, hidden = (arena[f"prefix_{name}"][:rows] for name in ("residual", "qkv", "hidden"))
         query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
         torch.mm(residual, layer.qkv.t(), out=qkv)
         self._write_qkv(arena, qkv, query, key, value)
         residual.addmm_(attention(query, key, value), layer.output.t())
-        torch.mm(residual, layer.gate_up.t(), out=gate_up)
-        kernels.geglu(gate_up, out=hidden, residual=residual, eps=config.eps, overlap=self._overlap)
+        if self._gate_up:
+            scale = self._row_scale[:rows]
+            gemm.inverse_rms_rows(residual, eps=config.eps, out=scale, overlap=self._overlap)
+            gemm.gate_up_geglu(residual, self._gate_up[index], out=hidden, scale=scale, overlap=self._overlap)
+        else:
+            gate_up = arena["prefix_gate_up"][:rows]
+            torch.mm(residual, layer.gate_up.t(), out=gate_up)
+            kernels.geglu(gate_up, out=hidden, residual=residual, eps=config.eps, overlap=self._overlap)
         residual.addmm_(hidden, layer.down.t())
 
     def _write_qkv(self, arena: Arena, qkv: Tensor, query: Tensor | None, key: Tensor, value: Tensor) -> None:
@@ -135,6 +173,8 @@ class CudaStages(Pi05Stages):
     def action(self, arena: Arena, variant: Variant) -> None:
         """Noise → actions, in `steps` Euler steps."""
         key_value = arena["key_value"]
+        if isinstance(self._expert, KernelError):
+            raise self._expert
         self._expert(
             arena["modulation"], arena["chunk_rope"], key_value[:, 0], key_value[:, 1], arena["prefix_rows"],
             arena["noise"], arena["actions"], self._scratch,

@@ -12,12 +12,14 @@ import torch
 from ...contract import Contract, Identity
 from ...engine import Session, StageBody
 from ...ops import OpTable, reference_ops
-from ...ops.embed import ABSENT
 from ...ops.report import KernelReport
+from ...precision.fidelity import NOT_GATED
+from ...precision.ops import tier_ops
 from .config import Pi05Config
 from .plan import build_contract, variant_name
 from .processor import Pi05Processor
 from .stages import Pi05Stages
+from .tiers import choose_tier, gate, pack_weights, require_gpu
 from .weights import Pi05Weights
 
 
@@ -25,7 +27,8 @@ from .weights import Pi05Weights
 class Pi05Policy:
     """One π0.5 model, ready to run. See `Policy` for the meaning of each part.
 
-    `parts` are the pieces of a decision, in their order: "vision", "prefix" and "expert".
+    `parts` are the pieces of a decision, in their order: "vision", "prefix" and "expert". `fidelity` is what the tier's
+    gate found.
     """
 
     config: Pi05Config
@@ -34,7 +37,9 @@ class Pi05Policy:
     bodies: Mapping[str, StageBody]
     processor: Pi05Processor
     parts: Mapping[str, StageBody]
+    weights: Pi05Weights
     kernel_reports: tuple[KernelReport, ...] = ()
+    fidelity: str = NOT_GATED
     name: str = "pi05"
 
     @property
@@ -73,13 +78,12 @@ class Pi05Policy:
     def write_prompt(self, session: Session, instruction: str, state: np.ndarray | None) -> str:
         """See `Policy.write_prompt`; what counts is what the session holds, as a capsule may have changed it."""
         text = self.processor.text(instruction, state)
-        tokens = self.processor.tokens(text)
-        if "tokens" in session.unfilled or not np.array_equal(session.read("tokens"), tokens):
-            session.fill("tokens", tokens)
-        count = int((tokens != ABSENT).sum())
-        session.set_extent("prompt_rows", count)
-        session.set_extent("prefix_rows", self.config.image_rows + count)
-        session.select(variant_name(self.processor.bucket(tokens)))
+        prompt = self.processor.prompt(text)
+        if "tokens" in session.unfilled or not np.array_equal(session.read("tokens"), prompt.tokens):
+            session.fill("tokens", prompt.tokens)
+        session.set_extent("prompt_rows", prompt.count)
+        session.set_extent("prefix_rows", self.config.image_rows + prompt.count)
+        session.select(variant_name(prompt.bucket))
         return text
 
     def actions(self, session: Session, state: np.ndarray | None) -> np.ndarray:
@@ -97,12 +101,15 @@ def assemble(
     device: torch.device,
     ops: OpTable | None = None,
 ) -> Pi05Policy:
-    """Put the parts of a policy together.
+    """Put the parts of a policy together, in the tier that `config` asks for.
 
     Args:
         weights_digest: SHA-256 of the checkpoint's tensors.
         checkpoint: path of the weights, or "preset:<name>".
         ops: implementations to call; the PyTorch references by default.
+
+    Raises:
+        SettingsError: the tier cannot start: no calibration of this contract, no passed gate, or not on this GPU.
     """
     table = ops or reference_ops()
     identity = Identity(
@@ -117,15 +124,31 @@ def assemble(
         normalisation=processor.digest(),
         architecture=_architecture(device),
     )
-    contract = build_contract(config, identity)
-    if device.type == "cpu" or not config.fused:
-        stages: Pi05Stages = Pi05Stages(config, weights, table)
-        return Pi05Policy(config, checkpoint, contract, stages.bodies(), processor, stages.parts())
+    tier = choose_tier(config, identity)
+    if tier is not None:
+        identity = replace(identity, precision=tier.identity)
+        weights, table = pack_weights(weights, tier), tier_ops(table)
+    contract = replace(build_contract(config, identity), formats=tier.formats if tier else ())
+    stages: Pi05Stages = Pi05Stages(config, weights, table)
+    reports: tuple[KernelReport, ...] = ()
+    if device.type != "cpu" and config.fused:
+        require_gpu(tier, device)
+        stages, reports, contract = _fused(config, weights, table, contract, device)
+    fidelity = gate(tier, contract.fingerprint, unverified=config.unverified)
+    return Pi05Policy(
+        config, checkpoint, contract, stages.bodies(), processor, stages.parts(), weights, reports, fidelity
+    )
+
+
+def _fused(
+    config: Pi05Config, weights: Pi05Weights, table: OpTable, contract: Contract, device: torch.device
+) -> tuple[Pi05Stages, tuple[KernelReport, ...], Contract]:
+    """Stages for a GPU, why each is what it is, and the contract with the kernels in its identity."""
     from .cuda_plan import choose_stages, kernel_identity
 
     stages, reports = choose_stages(config, weights, table, contract, device, overlap=config.overlap)
-    contract = replace(contract, identity=replace(identity, kernels=kernel_identity(reports, identity.kernels)))
-    return Pi05Policy(config, checkpoint, contract, stages.bodies(), processor, stages.parts(), reports)
+    identity = replace(contract.identity, kernels=kernel_identity(reports, contract.identity.kernels))
+    return stages, reports, replace(contract, identity=identity)
 
 
 # What weights mean beyond their shapes, and what no buffer's shape shows.

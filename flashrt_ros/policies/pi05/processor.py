@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +13,16 @@ from .checkpoint import Normalisers
 from .config import Pi05Config
 from .prompt import clean, prompt_text
 from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenised text: int32[largest bucket] ids, padded with -1; how many there are; the bucket that holds them."""
+
+    text: str
+    tokens: np.ndarray
+    count: int
+    bucket: int
 
 
 class Pi05Processor:
@@ -34,7 +45,8 @@ class Pi05Processor:
         self._sources = np.array(
             [config.state_names.index(config.action_names[i]) for i in self._relative], dtype=np.int64
         )
-        self._last: tuple[str, np.ndarray] | None = None
+        self._last_text: tuple[tuple[str, bytes], str] | None = None
+        self._last_prompt: Prompt | None = None
 
     def text(self, instruction: str, state: np.ndarray | None) -> str:
         """The prompt's text.
@@ -45,6 +57,12 @@ class Pi05Processor:
         Raises:
             PromptError: the instruction is empty, or the state is missing.
         """
+        key = (instruction, b"" if state is None else state.dtype.char.encode() + state.tobytes())
+        if self._last_text is None or self._last_text[0] != key:
+            self._last_text = key, self._written(instruction, state)
+        return self._last_text[1]
+
+    def _written(self, instruction: str, state: np.ndarray | None) -> str:
         if not clean(instruction).strip():
             raise PromptError("the instruction is empty; say what the robot is to do")
         if not self._config.state_in_prompt:
@@ -55,8 +73,15 @@ class Pi05Processor:
 
     def tokens(self, text: str) -> np.ndarray:
         """int32[largest bucket] ids of `text`, padded with -1; PromptError if they are too many, or it is no text."""
-        if self._last is not None and self._last[0] == text:
-            return self._last[1]
+        return self.prompt(text).tokens
+
+    def prompt(self, text: str) -> Prompt:
+        """`text` tokenised, the last one from memory; PromptError as of `tokens`."""
+        if self._last_prompt is None or self._last_prompt.text != text:
+            self._last_prompt = self._tokenised(text)
+        return self._last_prompt
+
+    def _tokenised(self, text: str) -> Prompt:
         ids = self._encoded(text)
         longest = self._config.prompt_buckets[-1]
         if len(ids) > longest:
@@ -65,8 +90,7 @@ class Pi05Processor:
             )
         padded = np.full(longest, ABSENT, np.int32)
         padded[: len(ids)] = ids
-        self._last = (text, padded)
-        return padded
+        return Prompt(text, padded, len(ids), self.bucket(padded))
 
     def _encoded(self, text: str) -> list[int]:
         try:

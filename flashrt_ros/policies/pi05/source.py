@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..base import CheckpointError
 from .config import Pi05Config
 from .layout import Shape, canonical_names, check_tensors
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # type in the file → bytes of a value
 
 
 class TensorSource(Protocol):
@@ -25,6 +26,10 @@ class TensorSource(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """Every name, sorted."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
 
     def tensor(self, name: str) -> Tensor:
         """The tensor called `name`, on the CPU; must not be written to."""
@@ -43,6 +48,7 @@ class FileSource:
             opened: Any = safe_open(path, framework="pt")  # has no type information
             self._file = opened
             self._stored = canonical_names(self._file.keys())
+            self.nbytes = 0
             shapes = {name: self._shape(stored) for name, stored in self._stored.items()}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read weights '{path}': {error}; copy the file again") from None
@@ -50,9 +56,14 @@ class FileSource:
 
     def _shape(self, stored: str) -> Shape:
         view = self._file.get_slice(stored)
-        if view.get_dtype() not in _FLOATS:
-            raise CheckpointError(f"'{self._path}': tensor '{stored}' is {view.get_dtype()}, expected one of {_FLOATS}")
-        return tuple(view.get_shape())
+        size = _FLOATS.get(view.get_dtype())
+        if size is None:
+            raise CheckpointError(
+                f"'{self._path}': tensor '{stored}' is {view.get_dtype()}, expected one of {tuple(_FLOATS)}"
+            )
+        shape = tuple(view.get_shape())
+        self.nbytes += math.prod(shape) * size
+        return shape
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,6 +82,7 @@ class MemorySource:
     def __init__(self, tensors: Mapping[str, Tensor], config: Pi05Config, where: str) -> None:
         self._tensors = {name: tensors[stored] for name, stored in canonical_names(tensors).items()}
         check_tensors({name: tuple(t.shape) for name, t in self._tensors.items()}, config, where)
+        self.nbytes = sum(tensor.nbytes for tensor in self._tensors.values())
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -29,6 +29,10 @@ class Pi05Stages:
     def __init__(self, config: Pi05Config, weights: Pi05Weights, ops: OpTable) -> None:
         self._config, self._weights, self._ops = config, weights, ops
 
+    def replace_ops(self, ops: OpTable) -> None:
+        """Call `ops` from now on; before anything is captured."""
+        self._ops = ops
+
     def bodies(self) -> dict[str, StageBody]:
         """Stage name → body, for the configured plan."""
         prepare: dict[str, StageBody] = {"checkpoint": self.checkpoint, "prompt": self.prompt}

@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from ...engine.dtypes import TORCH_DTYPE
+from ..progress import Advance
 from .config import DTYPES, Pi05Config
 from .layout import EMBEDDING, EXPERT, LANGUAGE, PROJECTOR, VISION, modulation_names
 from .source import TensorSource
+
+
+def _untold(count: int) -> None:
+    """Nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,17 @@ class Pi05Weights:
     time: TimeWeights
 
 
-def load_weights(source: TensorSource, config: Pi05Config, device: torch.device) -> Pi05Weights:
-    """Pack the tensors of `source` for `config`; folding and scaling happen in float32, before the cast."""
-    loader = _Loader(source, config, device)
-    return Pi05Weights(loader.vision(), loader.prefix(), loader.expert(), loader.time())
+def load_weights(
+    source: TensorSource, config: Pi05Config, device: torch.device, advance: Advance = _untold
+) -> Pi05Weights:
+    """Pack the tensors of `source` for `config`; folding and scaling happen in float32, before the cast.
+
+    `advance` is told how many bytes of `source` each step has read, and in the end how many nobody needs.
+    """
+    loader = _Loader(source, config, device, advance)
+    weights = Pi05Weights(loader.vision(), loader.prefix(), loader.expert(), loader.time())
+    advance(source.nbytes - loader.read)
+    return weights
 
 
 def time_embeddings(config: Pi05Config) -> Tensor:
@@ -122,8 +134,9 @@ def time_embeddings(config: Pi05Config) -> Tensor:
 
 
 class _Loader:
-    def __init__(self, source: TensorSource, config: Pi05Config, device: torch.device) -> None:
-        self._source, self._config, self._device = source, config, device
+    def __init__(self, source: TensorSource, config: Pi05Config, device: torch.device, advance: Advance) -> None:
+        self._source, self._config, self._device, self._advance = source, config, device, advance
+        self.read = 0
         self._dtype = TORCH_DTYPE[DTYPES[config.dtype]]
 
     def vision(self) -> VisionWeights:
@@ -155,7 +168,7 @@ class _Loader:
         last = f"{LANGUAGE}.layers.{self._config.layers - 1}"
         key_value = self._wide(f"{last}.self_attn.k_proj.weight", f"{last}.self_attn.v_proj.weight")
         return PrefixWeights(
-            embedding=self._cast(self._wide(EMBEDDING)),
+            embedding=self._cast(self._stored(EMBEDDING)),
             layers=tuple(self._prefix_layer(f"{LANGUAGE}.layers.{i}") for i in range(self._config.layers - 1)),
             last_key_value=self._cast(key_value * self._norm_weight(f"{last}.input_layernorm")),
         )
@@ -178,9 +191,9 @@ class _Loader:
         gate_up = self._wide(f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight")
         return GemmaLayer(
             qkv=self._cast(qkv * norm1),
-            output=self._cast(self._wide(f"{layer}.self_attn.o_proj.weight")),
+            output=self._cast(self._stored(f"{layer}.self_attn.o_proj.weight")),
             gate_up=self._cast(gate_up * norm2),
-            down=self._cast(self._wide(f"{layer}.mlp.down_proj.weight")),
+            down=self._cast(self._stored(f"{layer}.mlp.down_proj.weight")),
         )
 
     def time(self) -> TimeWeights:
@@ -211,7 +224,11 @@ class _Loader:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def _stored(self, name: str) -> Tensor:
-        return self._source.tensor(name).to(self._device)
+        stored = self._source.tensor(name)
+        tensor = stored.to(self._device)
+        self.read += stored.nbytes
+        self._advance(stored.nbytes)
+        return tensor
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype).contiguous()

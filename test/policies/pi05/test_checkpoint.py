@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from torch import Tensor
 
 from flashrt_ros.policies import CheckpointError, PolicyError, PolicyRunner, SettingsError
 from flashrt_ros.policies.pi05 import Pi05Config, Pi05Policy, build
-from flashrt_ros.policies.pi05.layout import expected_shapes
+from flashrt_ros.policies.pi05.layout import EMBEDDING, expected_shapes
 from flashrt_ros.policies.pi05.lerobot_writer import write_checkpoint
+from flashrt_ros.policies.pi05.memory import needed_bytes
 from flashrt_ros.policies.pi05.presets import SEEDED_PRESETS
 from flashrt_ros.policies.pi05.seeded import seeded_normalisers, seeded_tensors
 from flashrt_ros.policies.pi05.settings import resolve
+from flashrt_ros.policies.pi05.source import FileSource
+from flashrt_ros.policies.pi05.weights import load_weights
 from test.policies.pi05.tiny import INSTRUCTION, SMALL, look, small_policy
 
 SIZES = {name: SMALL[name] for name in ("preset", "vision_layers", "layers", "max_pixels")}
@@ -316,3 +321,44 @@ def test_the_true_size_has_the_official_number_of_parameters() -> None:
     shapes = expected_shapes(true)
     assert len(shapes) == 811
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == 3_353_433_872
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_checkpoint_tells_how_far_loading_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(folder)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("flashrt_ros.policies.pi05._WORTH_A_BAR", 1)
+    load(folder)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("loading weights: ")
+    assert told[-1].startswith("loading weights: 100 % of ")
+
+
+def test_every_byte_of_the_file_is_accounted_for(folder: Path) -> None:
+    config = resolve({**SIZES, "checkpoint": str(folder)}).config
+    source, read = FileSource(folder / WEIGHTS, config), list[int]()
+    load_weights(source, config, torch.device("cpu"), read.append)
+    assert sum(read) == source.nbytes == sum(source.tensor(name).nbytes for name in source.names)
+    assert min(read) >= 0
+
+
+def test_a_bfloat16_file_keeps_its_bits(tmp_path: Path) -> None:
+    config = resolve({**SMALL, "dtype": "bfloat16"}).config
+    source = FileSource(write(tmp_path / "c", config, torch.bfloat16) / WEIGHTS, config)
+    weights = load_weights(source, config, torch.device("cpu"))
+    down = source.tensor("paligemma_with_expert.gemma_expert.model.layers.1.mlp.down_proj.weight")
+    assert torch.equal(weights.expert.layers[1].down, down)
+    assert torch.equal(weights.prefix.embedding, source.tensor(EMBEDDING))
+
+
+def test_the_memory_that_a_configuration_takes_grows_with_what_it_holds() -> None:
+    config = resolve(SMALL).config
+    parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
+    assert needed_bytes(config) > 4 * parameters
+    larger = replace(config, max_pixels=config.max_pixels + (1 << 20))
+    grown = needed_bytes(larger) - needed_bytes(config)
+    assert grown == len(config.views) * (4 << 20)

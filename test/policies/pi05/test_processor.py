@@ -220,3 +220,23 @@ def test_the_digest_sees_every_part() -> None:
         Normaliser("standard", low.astype(np.float32), high.astype(np.float32), eps=1e-8),
     ]
     assert len({variant.digest() for variant in variants}) == len(variants)
+
+
+def test_a_prompt_is_written_anew_exactly_when_instruction_or_state_change() -> None:
+    made = processor()
+    moved = STATE + np.float32(0.3)
+    texts = [made.text(task, state) for task in ("a", "b") for state in (STATE, moved)]
+    assert len(set(texts)) == 4
+    assert [made.text(task, state) for task in ("a", "b") for state in (STATE, moved)] == texts
+    prompt = made.prompt(texts[0])
+    assert made.prompt(texts[0]) is prompt
+    assert prompt.count == int((prompt.tokens >= 0).sum()) <= prompt.bucket
+    assert made.prompt(texts[1]).text == texts[1]
+
+
+def test_a_refused_instruction_does_not_hide_behind_the_one_before() -> None:
+    made = processor()
+    made.text("go", STATE)
+    for _ in range(2):
+        with pytest.raises(PromptError, match="empty"):
+            made.text(" ", STATE)

@@ -55,6 +55,7 @@ class ProbePolicy:
 
     name = "probe"
     kernel_reports = ()
+    fidelity = "16-bit, nothing to pass"
 
     def __init__(self, config: ProbeConfig) -> None:
         self.config = config

@@ -12,29 +12,32 @@ Advance = Callable[[int], None]
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Advance]:
-    """Yield a function that counts bytes as done; any thread may call it."""
+def progress(label: str, total: int, things: str = "") -> Iterator[Advance]:
+    """Yield a function that counts `things` as done, bytes where they have no name; any thread may call it."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-        with _bar(label, total) as advance:
+        with _bar(label, total, things) as advance:
             yield advance
     else:
-        yield _Lines(label, total).advance
+        yield _Lines(label, total, things).advance
 
 
 @contextmanager
-def _bar(label: str, total: int) -> Iterator[Advance]:
+def _bar(label: str, total: int, things: str) -> Iterator[Advance]:
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    counted = (rich.MofNCompleteColumn(), rich.TextColumn(things))
+    done = counted if things else (rich.DownloadColumn(), rich.TransferSpeedColumn())
+    columns = (rich.TextColumn(label), rich.BarColumn(), *done, rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total)
         yield lambda count: bar.advance(task, count)
 
 
 class _Lines:
-    def __init__(self, label: str, total: int) -> None:
+    def __init__(self, label: str, total: int, things: str) -> None:
         self._label, self._total = label, total
+        self._size = f"{total} {things}" if things else f"{total / 1e9:.2f} GB"
         self._done = self._told = 0
         self._lock = threading.Lock()
 
@@ -44,4 +47,4 @@ class _Lines:
             tenths = 10 * self._done // max(1, self._total)
             if tenths > self._told:
                 self._told = tenths
-                print(f"{self._label}: {10 * tenths} % of {self._total / 1e9:.2f} GB", file=sys.stderr, flush=True)
+                print(f"{self._label}: {10 * tenths} % of {self._size}", file=sys.stderr, flush=True)

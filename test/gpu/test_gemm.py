@@ -1,0 +1,116 @@
+"""The Hopper matrix product against float64: shapes that are no whole tiles, poisoned memory, equal bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashrt_ros.ops import ShapeError
+from flashrt_ros.ops.cuda import gemm
+from test.gpu.fused import DEVICE, distance
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+BOUND = 2.6e-3  # one rounding to bfloat16 is 1.7e-3 of a random vector
+CLUSTER: dict[str, int] = {"CLUSTER": 2, "TILE_ROWS": 240}
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).bfloat16()
+
+
+def exact(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    factor = 1.0 if scale is None else scale.double()[:, None]
+    return x.double() @ weight.double().t() * factor
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def poisoned(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Rows of a larger buffer, as in the arena, and what lies behind them."""
+    buffer = torch.full((rows + 50, columns), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    return buffer[:rows], buffer[rows:]
+
+
+@pytest.mark.parametrize("variant", [{}, {"STAGGER": 0}, CLUSTER, {"TILE_ROWS": 256, "CLUSTER": 2}, {"STAGES": 3}])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "hidden"),
+    [(712, 2048, 16384), (968, 2048, 1024), (1, 64, 128), (7, 192, 64 * 2), (241, 2048, 8192), (483, 4096, 640)],
+)
+def test_gate_up_geglu(rows: int, inputs: int, hidden: int, overlap: bool, variant: dict[str, int]) -> None:
+    x, weight = draw(rows, inputs, scale=3), draw(2 * hidden, inputs, scale=inputs**-0.5)
+    scale = torch.full((rows,), float("nan"), device=DEVICE)
+    out, behind = poisoned(rows, hidden)
+    gemm.inverse_rms_rows(x, eps=1e-6, out=scale, overlap=overlap)
+    gemm.gate_up_geglu(x, gemm.interleave_gate_up(weight), out=out, scale=scale, overlap=overlap, variant=variant)
+    inverse = torch.rsqrt(x.double().square().mean(1) + 1e-6)
+    assert distance(scale.double(), inverse) < 1e-6
+    assert distance(out.double(), geglu(exact(x, weight, inverse))) < BOUND
+    assert behind.isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(712, 2048, 2560), (712, 16384, 2048), (50, 64, 128)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_product(rows: int, inputs: int, outputs: int, scaled: bool) -> None:
+    x, weight = draw(rows, inputs), draw(outputs, inputs, scale=inputs**-0.5)
+    scale = torch.rand(rows, device=DEVICE) + 0.5 if scaled else None
+    out, behind = poisoned(rows, outputs)
+    gemm.product(x, weight, out=out, scale=scale)
+    assert distance(out.double(), exact(x, weight, scale)) < BOUND
+    assert behind.isnan().all()
+
+
+@pytest.mark.parametrize("variant", [{}, CLUSTER])
+def test_eight_bit_operands(variant: dict[str, int]) -> None:
+    x, weight = (draw(n, 2048).to(torch.float8_e4m3fn) for n in (712, 4096))
+    scale = torch.rand(712, device=DEVICE) / 40
+    packed = gemm.interleave_gate_up(weight.view(torch.uint8)).view(torch.float8_e4m3fn)
+    out, behind = poisoned(712, 2048)
+    gemm.gate_up_geglu(x, packed, out=out, scale=scale, variant=variant)
+    assert distance(out.double(), geglu(exact(x, weight, scale))) < 1e-2  # the tensor cores keep 14 bits of a sum
+    assert behind.isnan().all()
+
+
+@pytest.mark.parametrize("variant", [{}, CLUSTER])
+def test_replays_give_equal_bits_with_and_without_overlap(variant: dict[str, int]) -> None:
+    inputs = [draw(712, 2048, scale=1 + i) for i in range(4)]
+    weight, x = draw(4096, 2048, scale=0.02), torch.empty_like(inputs[0])
+    scale = torch.empty(712, device=DEVICE)
+    outs = torch.empty(4, 712, 2048, device=DEVICE, dtype=torch.bfloat16)
+
+    def body(overlap: bool) -> None:
+        for source, out in zip(inputs, outs, strict=True):
+            x.copy_(source)
+            gemm.inverse_rms_rows(x, eps=1e-6, out=scale, overlap=overlap)
+            gemm.gate_up_geglu(x, weight, out=out, scale=scale, overlap=overlap, variant=variant)
+
+    body(False)
+    first = outs.clone()
+    body(True)
+    torch.cuda.synchronize()
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body(True)
+    for _ in range(200):
+        outs.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(outs, first)
+
+
+def test_sizes_that_make_no_whole_tiles_of_weights_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"product: 'weight' must be \[a multiple of 128, a multiple of 64\]"):
+        gemm.product(draw(4, 96), draw(128, 96), out=draw(4, 128))
+    with pytest.raises(ShapeError, match="3 tiles of 128 outputs make no clusters of 2"):
+        gemm.product(draw(4, 64), draw(384, 64), out=draw(4, 384), variant=CLUSTER)

@@ -1,0 +1,78 @@
+"""What of the Hopper matrix product needs no GPU: tiles, packing, memory, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashrt_ros.ops import ShapeError
+from flashrt_ros.ops.cuda import gemm
+from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.tensor_map import tensor_map
+
+H200 = 132
+SHARED_LIMIT = 232448  # bytes that a block of a Hopper GPU may have
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(712, 240), (968, 248), (560, 192), (1, 8), (256, 256), (257, 136)])
+def test_tiles_waste_few_rows(rows: int, tile: int) -> None:
+    assert gemm.tile_rows(rows, 256, H200) == tile
+
+
+@pytest.mark.parametrize("rows", range(1, 1100, 37))
+def test_every_tile_is_one_that_the_instruction_has_and_fits(rows: int) -> None:
+    tile = gemm.tile_rows(rows, 256, H200)
+    assert tile % 8 == 0
+    assert 8 <= tile <= 256
+    assert gemm.shared_bytes(tile, 4) <= SHARED_LIMIT
+
+
+def test_gate_and_up_alternate_by_eight() -> None:
+    weight = torch.arange(48.0)[:, None].expand(48, 3)
+    rows = gemm.interleave_gate_up(weight)[:, 0].tolist()
+    assert rows[:16] == [*range(8), *range(24, 32)]
+    assert rows[32:] == [*range(16, 24), *range(40, 48)]
+
+
+def test_halves_that_are_no_eights_are_refused() -> None:
+    with pytest.raises(ShapeError, match="interleave_gate_up: 'weight' dimension 0 must be a multiple of 16, got 24"):
+        gemm.interleave_gate_up(torch.zeros(24, 4))
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [((9, 0), ""), ((8, 9), "this GPU is sm_89"), ((12, 0), "this GPU is sm_120a")]
+)
+def test_only_hopper_is_suited(capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert reason in gemm.unsuited(torch.device("cuda", 0))
+    assert bool(gemm.unsuited(torch.device("cuda", 0))) == bool(reason)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x, weight, out = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((4, 64), (256, 64), (4, 128)))
+    with pytest.raises(ShapeError, match=r"gate_up_geglu: 'weight' dimension 0 must be 240"):
+        gemm.gate_up_geglu(x, weight, out=out[:, :120])
+    with pytest.raises(ShapeError, match="gate_up_geglu: 'scale' dimension 0 'rows' must be 4"):
+        gemm.gate_up_geglu(x, weight, out=out, scale=torch.ones(5))
+    with pytest.raises(KernelError, match="gate_up_geglu: 'scale' must be torch.float32"):
+        gemm.gate_up_geglu(x, weight, out=out, scale=torch.ones(4).bfloat16())
+    with pytest.raises(KernelError, match="product: 'weight' must be torch.bfloat16"):
+        gemm.product(x, weight.float(), out=torch.zeros(4, 256, dtype=torch.bfloat16))
+    with pytest.raises(ShapeError, match="inverse_rms_rows: 'out' dimension 0 'rows' must be 4"):
+        gemm.inverse_rms_rows(x, eps=1e-6, out=torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "box", "message"),
+    [
+        (torch.zeros(8, 20, dtype=torch.bfloat16), (8, 8), r"multiples of 16 bytes, got strides \(20, 1\)"),
+        (torch.zeros(8, 16, dtype=torch.bfloat16)[:, 1:9], (8, 8), "multiples of 16 bytes"),
+        (torch.zeros(8, 16, dtype=torch.bfloat16).t(), (8, 8), "rows must be contiguous"),
+        (torch.zeros(8, 16, dtype=torch.bfloat16), (257, 8), "1 to 256 rows and columns"),
+    ],
+)
+def test_what_the_copy_engine_cannot_address_is_refused(
+    matrix: torch.Tensor, box: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(KernelError, match=message):
+        tensor_map(matrix, box, 0)
