@@ -1,0 +1,102 @@
+"""A whole call as one graph: inputs are copied in, everything is replayed, results are copied out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import Example
+from .constants import record, rerun
+from .errors import CaptureError
+from .turns import Turns
+from .values import Signature, cloned, mapped, opaque, signature, tensors
+
+_WARM_UP_RUNS = 2  # lazy library handles and autotuning happen here, before capture forbids them
+
+
+class CapturedCall:
+    """`call` for one signature, captured on a GPU; on a CPU its operations are run again, without the constant ones.
+
+    Args:
+        call: depends on nothing but its arguments, the weights and torch's random numbers.
+        example: arguments of the one signature.
+
+    Raises:
+        CaptureError: the call cannot be captured.
+    """
+
+    def __init__(self, call: Callable[..., Any], example: Example, device: torch.device) -> None:
+        self._device = device
+        self._inputs = cloned(example)
+        self._windows = tensors(self._inputs)
+        _check(self._inputs, self._windows, device)
+        self._turns = Turns(device)
+        args, kwargs = self._inputs
+
+        def run() -> Any:
+            with torch.no_grad():
+                return call(*args, **kwargs)
+
+        self._recording = record(run, self._windows)
+        if device.type == "cuda":
+            self._replay = self._captured(run)
+        else:
+            self._replay = lambda: rerun(run, self._recording)[0]
+            _check_result(self._replay())
+
+    def _captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_RUNS):
+                rerun(run, self._recording)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result, self._constants = rerun(run, self._recording)
+        _check_result(result)
+        self._recording.results.clear()  # what the graph does not read can go
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result on new values, as tensors of the caller's own. One call at a time; others wait."""
+        with self._turns.turn(), torch.no_grad():
+            for window, value in zip(self._windows, tensors((args, kwargs)), strict=True):
+                window.copy_(value)
+            return cloned(self._replay())
+
+
+class CapturedCalls:
+    """One captured call for each signature of the examples."""
+
+    def __init__(self, call: Callable[..., Any], examples: Mapping[Signature, Example], device: torch.device) -> None:
+        self._calls = {key: CapturedCall(call, example, device) for key, example in examples.items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `CapturedCall`; the guard lets only the examples' signatures through."""
+        return self._calls[signature(args, kwargs)](*args, **kwargs)
+
+
+def _check(example: Example, windows: list[Tensor], device: torch.device) -> None:
+    kind = opaque(example)
+    if kind:
+        raise CaptureError(f"an argument is a {kind}, whose content a graph cannot take in")
+    for tensor in windows:
+        if tensor.device.type != device.type:
+            raise CaptureError(f"an input is on {tensor.device}, the model on {device}; move it there before the call")
+
+
+def _check_result(result: Any) -> None:
+    kind = opaque(result)
+    if kind:
+        raise CaptureError(f"the result holds a {kind}, which cannot be copied out of a graph")
+    mapped(lambda tensor: tensor, result)
