@@ -141,10 +141,17 @@ def factory_model(name: str, device: torch.device) -> Source:
         sys.path.insert(0, "")  # as `python -m` has it: the user's own modules are in the working directory
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise AccelerateError(f"cannot import '{name}': {error}") from None
-    made = factory(device)
+    except Exception as error:  # whatever a user's module may raise
+        raise AccelerateError(f"cannot import '{name}': {type(error).__name__}: {error}") from error
+    try:
+        made = factory(device)
+    except Exception as error:
+        raise AccelerateError(
+            f"'{name}' was called with one argument, the device, and raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise AccelerateError(f"'{name}' must return (model, examples) or (model, examples, method), not {type(made)}")
     model, examples, method = (*made, "forward")[:3]
+    if not isinstance(examples, list | tuple):
+        raise AccelerateError(f"'{name}' must return its examples as a list of calls, not {type(examples)}")
     return Source(model, method, list(examples), f"{type(model).__name__}.{method}")

@@ -29,6 +29,15 @@ def policy(device):
 
 def wrong(device):
     return mlp()
+
+def without_device():
+    return mlp(), examples()
+
+def failing(device):
+    raise LookupError("no weights here")
+
+def one_example(device):
+    return mlp(), examples()[0]
 """
 QUICK = ["--rounds", "7"]
 
@@ -36,6 +45,7 @@ QUICK = ["--rounds", "7"]
 @pytest.fixture(autouse=True)
 def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_factory.py").write_text(FACTORY)
+    (tmp_path / "broken_factory.py").write_text("def make(device:\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("my_factory", None)
 
@@ -70,6 +80,10 @@ def test_where_nothing_passes_the_exit_code_says_so(capsys: pytest.CaptureFixtur
         (["--module", "my_factory"], "must be package.module:factory"),
         (["--module", "my_factory:absent"], "cannot import 'my_factory:absent'"),
         (["--module", "my_factory:wrong"], r"must return (model, examples)"),
+        (["--module", "my_factory:without_device"], "was called with one argument, the device, and raised TypeError"),
+        (["--module", "my_factory:failing"], "raised LookupError: no weights here"),
+        (["--module", "my_factory:one_example"], "must return its examples as a list of calls"),
+        (["--module", "broken_factory:make"], "cannot import 'broken_factory:make': SyntaxError"),
         (["--policy", "hub:somebody/model"], "expected lerobot:PATH"),
         (["--module", "my_factory:make", "--rounds", "2"], "gate 'rounds' is 2"),
         (["--module", "my_factory:make", "--replay", "absent.json"], "cannot read receipt 'absent.json'"),
