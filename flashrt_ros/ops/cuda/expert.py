@@ -193,6 +193,10 @@ def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tup
 class ExpertKernel:
     """The expert for one chunk length, on one device.
 
+    Its blocks wait for each other, so all clusters must be resident: the grid is what an otherwise idle device holds,
+    and a device that is busy only delays the start. No other kernel whose blocks wait for each other may start on
+    another stream of the process meanwhile; a launch that makes no progress for seconds fails.
+
     Args:
         weights: packed.
         rows: chunk length, at most 64.
