@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -216,9 +217,15 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return tensors, manifest
 
 
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Contract:
+    """Capsules of one session carry the same contract, and checking it takes longer than reading the payload."""
+    return Contract.from_json(text)
+
+
 def _contract(path: Path, manifest: Mapping[str, Any]) -> Contract:
     try:
-        contract = Contract.from_json(manifest["contract"])
+        contract = _parsed(manifest["contract"])
     except (ContractError, KeyError, TypeError) as error:
         raise CapsuleFileError(path, "contract", f"the contract in it cannot be read ({error})") from None
     if contract.fingerprint != manifest.get("fingerprint"):

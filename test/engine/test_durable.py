@@ -131,6 +131,17 @@ def test_a_capsule_of_another_contract_is_refused_with_the_fields(folder: Capsul
         other.restore("task")
 
 
+def test_capsules_of_one_contract_share_it_and_those_of_another_do_not(folder: CapsuleFolder) -> None:
+    session, _ = saved(folder)
+    folder.save(session.snapshot("second"))
+    assert folder.load("task").contract is folder.load("second").contract
+    changed = make_contract(identity=dataclasses.replace(IDENTITY, precision="fp8"))
+    other = Session(changed, BODIES)
+    other.configure()
+    folder.save(other.snapshot("third"))
+    assert folder.load("third").contract == changed
+
+
 def test_names_are_listed_and_deleted(folder: CapsuleFolder) -> None:
     assert folder.names() == ()
     session, path = saved(folder)
