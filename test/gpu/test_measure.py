@@ -61,6 +61,7 @@ def test_a_result_from_a_gpu_counts_kernels_and_sees_the_card(folder: Path, tmp_
     result = bench(case, Options("cuda", SCHEDULE, (PLAIN_GRAPH,), mechanisms=True), pictures(), lambda text: None)
     assert result["kernels"] > 50
     assert result["baseline_kernels"][PLAIN_GRAPH] > 50
+    assert min(result["pairs"]["mapped_windows"]) > 0
     assert result["gpu"] is None or result["gpu"]["power_w"]["max"] > 0
     assert sum(result["stage_ms"].values()) == pytest.approx(result["replay_ms"]["p50"], rel=0.5)
 

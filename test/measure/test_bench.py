@@ -94,7 +94,8 @@ def test_pairs_are_timed_or_their_absence_is_explained(result: dict[str, Any]) -
     off, on = result["pairs"]["reuse"]
     assert off > 0
     assert on == result["replay_ms"]["p50"]
-    assert set(result["pairs"]) | set(result["pairs_missing"]) == {"reuse", "overlap"}
+    assert set(result["pairs"]) | set(result["pairs_missing"]) == {"reuse", "overlap", "mapped_windows"}
+    assert result["pairs_missing"]["mapped_windows"] == "windows are host memory on 'cpu'"
 
 
 def test_a_baseline_that_computes_something_else_is_refused(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...engine.windows import WindowPath
 from ...policies.pi05.config import Pi05Config
 from ...precision.tier import load_tier
 from ..circumstances import machine, now, percentiles, significant, versions
@@ -41,6 +42,10 @@ PROTOCOL = (
     "Baselines start from images that are resized and normalised on the device already, and end with actions on the "
     "device. All run on the same weights, tokens and noise, and their actions are compared with ours."
 )
+
+
+_MAPPED = "mapped_windows"
+_OTHER_WINDOWS = {WindowPath.PINNED: WindowPath.MAPPED, WindowPath.MAPPED: WindowPath.PINNED}
 
 
 @dataclass(frozen=True)
@@ -97,20 +102,47 @@ class _Mechanisms:
 
 
 def _mechanisms(ours: Subject, options: Options, pictures: list[Pixels], stack: ExitStack) -> _Mechanisms:
-    """Reuse: with and without replaying checkpoint and prompt stages. Overlap: two policies that differ in its setting.
+    """The pairs of every mechanism; both sides of a pair must give equal bits."""
+    reuse = _reuse_pair(ours)
+    others = [_overlap_pair(ours, options, pictures, stack), _windows_pair(ours, options, pictures, stack)]
+    return _Mechanisms(
+        [*reuse.candidates, *(candidate for other in others for candidate in other.candidates)],
+        {**reuse.pairs, **{name: pair for other in others for name, pair in other.pairs.items()}},
+        {name: reason for other in others for name, reason in other.missing.items()},
+    )
 
-    Both sides of a pair must give equal bits.
-    """
+
+def _reuse_pair(ours: Subject) -> _Mechanisms:
+    """With and without replaying checkpoint and prompt stages in every decision."""
     _require_equal_bits("reuse", _after(ours, ours.rebuild), _after(ours, ours.replay))
-    candidates, pairs = [Candidate("reuse_off", ours.rebuild, calls=_FEW)], {"reuse": ("reuse_off", "replay")}
+    return _Mechanisms([Candidate("reuse_off", ours.rebuild, calls=_FEW)], {"reuse": ("reuse_off", "replay")}, {})
+
+
+def _overlap_pair(ours: Subject, options: Options, pictures: list[Pixels], stack: ExitStack) -> _Mechanisms:
+    """Two policies that differ in the setting of launch overlap."""
     if _OVERLAP not in {each.name for each in fields(Pi05Config)}:
-        return _Mechanisms(candidates, pairs, {_OVERLAP: f"the policy has no setting '{_OVERLAP}'"})
+        return _Mechanisms([], {}, {_OVERLAP: f"the policy has no setting '{_OVERLAP}'"})
     other = Subject({**ours.settings, _OVERLAP: not getattr(ours.policy.config, _OVERLAP)}, options.device, pictures)
+    _require_equal(_OVERLAP, ours, other, stack)
+    names = ("replay", "other_overlap") if not getattr(ours.policy.config, _OVERLAP) else ("other_overlap", "replay")
+    return _Mechanisms([Candidate("other_overlap", other.replay)], {_OVERLAP: names}, {})
+
+
+def _windows_pair(ours: Subject, options: Options, pictures: list[Pixels], stack: ExitStack) -> _Mechanisms:
+    """Whole calls of two sessions of one policy: windows that are uploaded, and windows that the GPU reads in place."""
+    if ours.windows not in _OTHER_WINDOWS:
+        return _Mechanisms([], {}, {_MAPPED: f"windows are {ours.windows} memory on '{options.device}'"})
+    path = _OTHER_WINDOWS[WindowPath(ours.windows)]
+    other = Subject(ours.settings, options.device, pictures, policy=ours.policy, windows=path)
+    _require_equal(_MAPPED, ours, other, stack)
+    names = ("call", "other_windows") if path is WindowPath.MAPPED else ("other_windows", "call")
+    return _Mechanisms([Candidate("other_windows", other.decide, on_host=True)], {_MAPPED: names}, {})
+
+
+def _require_equal(mechanism: str, ours: Subject, other: Subject, stack: ExitStack) -> None:
     stack.callback(other.close)
     other.runner.session.fill("noise", ours.runner.session.read("noise"))
-    _require_equal_bits(_OVERLAP, _after(ours, ours.replay), _after(other, other.replay))
-    names = ("replay", "other_overlap") if not getattr(ours.policy.config, _OVERLAP) else ("other_overlap", "replay")
-    return _Mechanisms([*candidates, Candidate("other_overlap", other.replay)], {**pairs, _OVERLAP: names}, {})
+    _require_equal_bits(mechanism, _after(ours, ours.replay), _after(other, other.replay))
 
 
 def _after(subject: Subject, call: Callable[[], object]) -> np.ndarray:

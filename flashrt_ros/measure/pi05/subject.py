@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.graphs import Executable, capture
+from ...engine.windows import WindowPath
 from ...policies import PolicyRunner
 from ...policies.pi05 import Pi05Policy, build
 from ...policies.pi05.plan import image_buffer
@@ -61,16 +62,22 @@ class Subject:
     Args:
         settings: of the policy.
         pictures: photographs that its cameras show.
+        seed: of noise and crops.
+        policy: one that was built of the same settings already; by default it is built here.
+        windows: how windows reach the stages; by default as suits the device.
 
     `first_action_s` is the time from the beginning of loading to the first actions on the host, and `start_s` what of
     it each part took; `windows` is how windows reach the stages.
     """
 
-    def __init__(self, settings: Mapping[str, Any], device: str, pictures: list[Pixels], seed: int = 0) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], device: str, pictures: list[Pixels], seed: int = 0, *,
+        policy: Pi05Policy | None = None, windows: WindowPath | None = None,
+    ) -> None:  # fmt: skip
         marks = [time.perf_counter()]
-        self.policy: Pi05Policy = build(settings, device)
+        self.policy: Pi05Policy = policy or build(settings, device)
         marks.append(time.perf_counter())
-        self.runner = PolicyRunner.start(self.policy, device, seed)
+        self.runner = PolicyRunner.start(self.policy, device, seed, windows=windows)
         marks.append(time.perf_counter())
         self.windows = str(self.runner.session.window_path(image_buffer(self.views[0])))
         self.device = torch.device(device)
