@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 from _common import percentiles, write_result
+from node_overhead import milliseconds
 
-from flashrt_ros.msg import EngineStatus, Quantiles
+from flashrt_ros.msg import EngineStatus
 from flashrt_ros.node.demo.graph import Graph, running_graph
 from flashrt_ros.node.demo.recording import Recording
 from flashrt_ros.node.demo.scene import JOINTS
@@ -47,12 +47,6 @@ def parameter_file(checkpoint: Path | None, folder: Path) -> Path | None:
     path = folder / "policy.yaml"
     path.write_text(yaml.safe_dump({"/**": {"ros__parameters": chosen}}))
     return path
-
-
-def milliseconds(quantiles: Quantiles) -> dict[str, float]:
-    """A Quantiles message of seconds."""
-    names = ("p50", "p95", "p99", "maximum")
-    return {name: round(getattr(quantiles, name) * 1e3, 3) for name in names}
 
 
 def latencies(recording: Recording) -> dict[str, dict[str, float]]:
@@ -86,11 +80,7 @@ def facts(status: EngineStatus) -> dict[str, Any]:
 
 def measure(graph: Graph, seconds: float) -> dict[str, Any]:
     """Let the graph run, and read what arrived and the node's own figures."""
-    graph.begin()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        graph.step()
-    graph.finish()
+    graph.run_for(seconds)
     status: EngineStatus = graph.operator.status_message
     found = latencies(graph.recording)
     engine, whole = status.session_time.p50 * 1e3, found["stamp_to_received_ms"]["p50"]

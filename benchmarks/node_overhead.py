@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,7 @@ def milliseconds(quantiles: Quantiles) -> dict[str, float]:
 
 def measure(graph: Graph, seconds: float) -> dict[str, Any]:
     """Let the graph run, and read the node's own figures."""
-    graph.begin()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        graph.step()
-    graph.finish()
+    graph.run_for(seconds)
     status = graph.operator.status_message
     return {
         "overhead_ms": milliseconds(status.overhead),

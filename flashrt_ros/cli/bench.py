@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, help="prompt tokens, exactly (default: the longest prompt)")
     parser.add_argument("--baselines", default="none", help=f"none, all, or some of {_ALL} (default: none)")
-    parser.add_argument("--mechanisms", action="store_true", help="also time overlap and reuse, off and on")
+    parser.add_argument(
+        "--mechanisms", action="store_true", help="also time overlap, reuse and mapped windows, off and on"
+    )
     parser.add_argument("--load", action="store_true", help="also time two starts, with kernels not cached and cached")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: 10)")
     parser.add_argument("--calls", type=int, default=100, help="timed calls of a round, at most (default: 100)")

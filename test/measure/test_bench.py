@@ -18,18 +18,13 @@ from flashrt_ros.measure.pi05.bench import Options, bench, merged, parity_summar
 from flashrt_ros.measure.pi05.starts import starts
 from flashrt_ros.measure.pi05.subject import CALL_PARTS, Case, Subject
 from flashrt_ros.measure.rounds import Schedule
-from test.measure.tiny import SIZES, pictures, settings, write_tiny
+from test.measure.tiny import SIZES, pictures, settings
 
 SCHEDULE = Schedule(rounds=2, calls=2, turn_s=0.1, fewest=2, warm_up_s=0.0, warm_up_calls=1, discarded=1)
 
 
 def quiet(text: str) -> None:
     del text
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
 @pytest.fixture(scope="module")

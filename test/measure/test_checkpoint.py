@@ -25,11 +25,6 @@ from test.measure.tiny import settings, tiny_config, write_tiny
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
 def weights(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from flashrt_ros.measure.pi05.observations import Observation, make_observations
 from flashrt_ros.measure.pi05.ours import Ours
-from test.measure.tiny import pictures, settings, write_tiny
+from test.measure.tiny import pictures, settings
 
 SEEN = 1e-3  # relative change of the flow; float32 implementations agree to 1e-6
 PARTS = (
@@ -29,11 +29,6 @@ PARTS = (
     "gemma_expert.model.layers.2.self_attn.q_proj.weight",
     "gemma_expert.model.layers.0.mlp.gate_proj.weight",
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
 def flow(folder: Path, observation: Observation | None = None) -> tuple[np.ndarray, Observation]:

@@ -6,7 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import cv2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,23 +14,10 @@ from flashrt_ros.cli import main
 from flashrt_ros.measure.errors import MeasureError
 from flashrt_ros.measure.pi05.official import Official, lerobot_version
 from flashrt_ros.policies.pi05.settings import resolve
-from test.measure.tiny import SIZES, pictures, settings, write_tiny
+from test.measure.tiny import SIZES, settings, write_tiny
 
 HAS_LEROBOT = lerobot_version() is not None
 needs_lerobot = pytest.mark.skipif(not HAS_LEROBOT, reason="LeRobot is not installed here")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    target = tmp_path_factory.mktemp("images")
-    for index, picture in enumerate(pictures(3)):
-        cv2.imwrite(str(target / f"{index}.png"), picture)
-    return [str(path) for path in sorted(target.iterdir())]
 
 
 def command(folder: Path, images: list[str], out: Path, *more: str, dtype: str = "float32") -> list[str]:

@@ -15,14 +15,9 @@ from flashrt_ros.measure.pi05.ours import Ours
 from flashrt_ros.measure.pi05.plain import Plain
 from flashrt_ros.policies.pi05.source import FileSource
 from flashrt_ros.policies.pi05.weights import load_weights
-from test.measure.tiny import pictures, settings, write_tiny
+from test.measure.tiny import pictures, settings
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "checkpoint")
 
 
 def both(folder: Path, **changes: Any) -> tuple[np.ndarray, np.ndarray]:

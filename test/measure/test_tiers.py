@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -26,22 +25,9 @@ from flashrt_ros.policies.samples import Sample, SampleError
 from flashrt_ros.precision.calibration import load_calibration
 from flashrt_ros.precision.errors import CalibrationError
 from flashrt_ros.precision.tier import load_tier
-from test.measure.tiny import SIZES, pictures, settings, write_tiny
+from test.measure.tiny import SIZES, pictures, settings
 
 PIXELS = 480000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    target = tmp_path_factory.mktemp("images")
-    for index, picture in enumerate(pictures(3)):
-        cv2.imwrite(str(target / f"{index}.png"), picture)
-    return [str(path) for path in sorted(target.iterdir())]
 
 
 @pytest.fixture(scope="module")

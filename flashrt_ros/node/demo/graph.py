@@ -70,6 +70,14 @@ class Graph:
         while self.recording.status is None or self.recording.status.chunks_published < last:
             self._wait_for_status(self.recording.status)
 
+    def run_for(self, seconds: float) -> None:
+        """Begin, receive for so long, and finish."""
+        self.begin()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.step()
+        self.finish()
+
     def _wait_for_status(self, before: Status | None) -> None:
         """Wait for another status than `before`."""
         deadline = time.monotonic() + STATUS_LIMIT
