@@ -183,6 +183,8 @@ class CapsuleMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.sessions = [acted(seed=1), acted(seed=2)]
+        for session in self.sessions:
+            session.set_extent("rows", 6)  # the toy's action reads all rows, and only live ones come back
         self.sessions[1]._capsules = self.sessions[0].capsules
         self.models = [self._model(session) for session in self.sessions]
         self.saved: dict[str, dict[str, object]] = {}
@@ -253,6 +255,17 @@ class CapsuleMachine(RuleBasedStateMachine):
     def the_store_lists_what_was_saved(self) -> None:
         if hasattr(self, "saved"):
             assert {capsule.name for capsule in self.sessions[0].capsules.list()} == set(self.saved)
+
+
+def test_a_fork_brings_back_what_another_shape_has_overwritten() -> None:
+    machine = CapsuleMachine()
+    machine.start()
+    machine.decide(which=1)
+    name = machine.snapshot(name="a", which=1)
+    machine.shape(variant=("long", 4), which=1)
+    machine.decide(which=1)
+    machine.fork(name=name, which=0)
+    machine.decide(which=1)
 
 
 TestRandomSequences = CapsuleMachine.TestCase
