@@ -69,16 +69,6 @@ __device__ __forceinline__ void store16(void* p, const uint4& v) { *reinterpret_
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-// Copies 16 bytes to shared memory asynchronously; writes zeros instead when `present` is false.
-__device__ __forceinline__ void copy_async16(u32 shared, const void* global, bool present) {
-  const u32 bytes = present ? 16u : 0u;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-}
-
 // -- reductions ----------------------------------------------------------------------------------------------------------
 
 template <int LANES = kWarpSize>
@@ -147,6 +137,13 @@ __device__ __forceinline__ uint4 load_matrices(u32 shared) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(shared)
                : "memory");
+  return v;
+}
+
+// Two of them, named by lanes 0 to 15.
+__device__ __forceinline__ uint2 load_two_matrices(u32 shared) {
+  uint2 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
   return v;
 }
 

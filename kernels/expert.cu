@@ -16,7 +16,8 @@
 // Query and key features come in rotary pairs (i, i + 128).
 //
 // ROWS: rows of the chunk. KEYS: keys that a block may have. LAYERS: number of layers. CLUSTERS: size of the grid.
-// STAGES: depth of the ring. SHARED_BYTES: shared memory of a block.
+// RESIDENT: one launch runs all phases; otherwise a launch runs one. STAGES: depth of the ring. SHARED_BYTES: shared memory
+// of a block.
 #include "expert_attention.cuh"
 #include "expert_plan.cuh"
 #include "expert_products.cuh"
@@ -27,6 +28,7 @@
 __device__ __forceinline__ void enter(Consumer& c, const Position& at) {
   constexpr int kPieces = kActions / 4;
   const int column = c.owned_column(), row = c.owned_row();
+  c.fetch_norm(at.step, 0);
   c.begin();
   c.phase_barrier();
   if (column >= 0) {
@@ -70,10 +72,13 @@ __device__ __forceinline__ float velocity(const Consumer& c, const Position& at,
                  w = load_float4(weight + offset);
     const float x[4] = {__uint_as_float(v[i].x), __uint_as_float(v[i].y), __uint_as_float(v[i].z),
                         __uint_as_float(v[i].w)};
-    squares += (x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]);
-    sum += (x[0] * (1.0f + s.x) * w.x + x[1] * (1.0f + s.y) * w.y) +
-           (x[2] * (1.0f + s.z) * w.z + x[3] * (1.0f + s.w) * w.w);
-    shifted += (t.x * w.x + t.y * w.y) + (t.z * w.z + t.w * w.w);
+    const float scales[4] = {s.x, s.y, s.z, s.w}, shifts[4] = {t.x, t.y, t.z, t.w}, weights[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      squares = fmaf(x[j], x[j], squares);
+      sum = fmaf(x[j] * (1.0f + scales[j]), weights[j], sum);
+      shifted = fmaf(shifts[j], weights[j], shifted);
+    }
   }
   return fmaf(warp_sum(sum), rsqrtf(warp_sum(squares) / kWidth + kEps), warp_sum(shifted));
 }
@@ -118,7 +123,8 @@ __device__ __forceinline__ Turn turn_of(const Consumer& c, int tile, int row, in
 __device__ __forceinline__ void store_projection(const Consumer& c, int copy, int tile, int row, int pair, float2 v,
                                                  Turn turn, bool active) {
   const int head = tile / kTilesPerHead, local = tile % kTilesPerHead;
-  const float first = v.x * turn.cosine - v.y * turn.sine, second = v.y * turn.cosine + v.x * turn.sine;
+  // Written out, since a compiler may fuse either product, and another grid must give the same bits.
+  const float first = fmaf(v.x, turn.cosine, -(v.y * turn.sine)), second = fmaf(v.y, turn.cosine, v.x * turn.sine);
   const bool low = pair % 2 == 0;
   const float traded = __shfl_xor_sync(kAllLanes, low ? second : first, 1);
   if (!active) return;
@@ -142,12 +148,12 @@ __device__ __forceinline__ void project(Consumer& c, const Position& at) {
   const int copy = c.layer_copy(at), first = Project::first(c.cluster) + c.rank;
   // The table entries for the first result of this thread are fetched before the wait.
   const Turn early = turn_of(c, first + c.thread / (ROWS * 4) * kRanks, c.thread / 4 % ROWS, c.thread % 4);
-  const float* table = c.modulation(at.step, 2 * at.layer);
-  multiply_normalised<Project>(c, at, table, [&](const Round& r) {
-    for (int start = 0; start < r.slots * ROWS * 4; start += kConsumers) {
+  multiply_normalised<Project>(c, at, 2 * at.layer, [&](const Arrived& r) {
+    // Whole warps stay away: there is much to fetch and issue.
+    for (int start = 0; start + c.warp * kWarpSize < r.slots * ROWS * 4; start += kConsumers) {
       const int i = start + c.thread, last = r.slots - 1, slot = min(i / (ROWS * 4), last), row = i / 4 % ROWS,
-                pair = i % 4, tile = first + r.first + slot * kRanks;
-      const Turn turn = start == 0 && r.first == 0 ? early : turn_of(c, tile, row, pair);
+                pair = i % 4, tile = first + slot * kRanks;
+      const Turn turn = start == 0 ? early : turn_of(c, tile, row, pair);
       const float2 v = r.value(slot, row, pair, r.inverse_rms(row));
       store_projection(c, copy, tile, row, pair, v, turn, i < r.slots * ROWS * 4);
     }
@@ -156,6 +162,7 @@ __device__ __forceinline__ void project(Consumer& c, const Position& at) {
 
 // x += gate * (attended @ output).
 __device__ __forceinline__ void output(Consumer& c, const Position& at) {
+  c.fetch_norm(at.step, 2 * at.layer + 1);
   const Addition addition(c, c.modulation(at.step, 2 * at.layer) + 2 * kWidth);
   const Place place = c.place(at);
   expect_sums(c, place);
@@ -163,7 +170,7 @@ __device__ __forceinline__ void output(Consumer& c, const Position& at) {
   c.block_barrier();  // nobody reads the operands of the phase before
   load_rows<1>(c, c.rows(kAttended, kInner, c.layer_copy(at)) + c.rank * Output::kSlice, kInner);
   c.phase_barrier();
-  multiply_tiles<Output, ROWS>(c, 0, Output::count(c.cluster), place);
+  multiply_tiles<Output, ROWS, false>(c, place);
   c.stages += Output::stages(c.cluster);
   add_to_residual(c, at, place, addition);
 }
@@ -171,13 +178,12 @@ __device__ __forceinline__ void output(Consumer& c, const Position& at) {
 // hidden = gelu(norm(x) @ gate) * (norm(x) @ up).
 __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
   const int copy = c.layer_copy(at);
-  const float* table = c.modulation(at.step, 2 * at.layer + 1);
-  multiply_normalised<GateUp>(c, at, table, [&](const Round& r) {
+  multiply_normalised<GateUp>(c, at, 2 * at.layer + 1, [&](const Arrived& r) {
     for (int i = c.thread; i < r.slots / 2 * ROWS * 4; i += kConsumers) {
       const int unit = i / (ROWS * 4), row = i / 4 % ROWS, pair = i % 4;
       const float inverse = r.inverse_rms(row);
       const float2 gate = r.value(2 * unit, row, pair, inverse), up = r.value(2 * unit + 1, row, pair, inverse);
-      const int tile = (GateUp::first(c.cluster) + r.first) / 2 + unit * kRanks + c.rank;
+      const int tile = GateUp::first(c.cluster) / 2 + unit * kRanks + c.rank;
       const int offset = row * kHidden + tile * kTile + pair * 2;
       exchange(c.rows(kHiddenWords, kHidden, copy) + offset, c.rows(kHiddenWords, kHidden, copy ^ 1) + offset,
                pack_bf16(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y));
@@ -185,86 +191,56 @@ __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
   });
 }
 
-constexpr int kDownTiles = ceil_div(Down::kMost, kTileWarps);  // of a warp, at most
-
-// Adds one half of the inputs to the sums of this warp's tiles.
-__device__ __forceinline__ void multiply_half(Consumer& c, const unsigned char* operands, Sums (&sums)[kDownTiles],
-                                              const Place& place, bool last) {
-  const int tiles = Down::count(c.cluster), group = c.warp % kRowGroups, first = c.warp / kRowGroups;
-  const unsigned char* weights[kDownTiles];
-#pragma unroll
-  for (int n = 0; n < kDownTiles; ++n)
-    if (first + n * kTileWarps < tiles) weights[n] = await_tile<Down>(c, first + n * kTileWarps);
-  if (first + (kDownTiles - 1) * kTileWarps < tiles) {
-    multiply<Down::kGroups, Down::kStride, kDownTiles>(c, sums, operands, group, weights);
-  } else if (kDownTiles > 1) {
-    multiply<Down::kGroups, Down::kStride, kDownTiles - 1>(c, sums, operands, group, weights);
-  }
-#pragma unroll
-  for (int n = 0; n < kDownTiles; ++n) {
-    const int tile = first + n * kTileWarps;
-    if (tile >= tiles) break;
-    if (last) {
-      send_part<ROWS>(c, sums[n], group, place, tile / kRanks, owner_of<Down>(tile));
-    } else {  // something that needs the sums, in front of the release
-      if (c.lane == 0) *const_cast<volatile float*>(c.shared.sink + c.warp) = sums[n].value(kTilesAtOnce - 1, 0);
-    }
-    release_tile<Down>(c, tile, tiles);
-  }
-  c.stages += Down::stages(c.cluster);
-}
-
 // x += gate * (hidden @ down).
 __device__ __forceinline__ void down(Consumer& c, const Position& at) {
+  if (at.layer + 1 < LAYERS) c.fetch_norm(at.step, 2 * at.layer + 2);
   const Addition addition(c, c.modulation(at.step, 2 * at.layer + 1) + 2 * kWidth);
   const Place place = c.place(at);
-  const bf16* rows = c.rows(kHiddenWords, kHidden, c.layer_copy(at)) + c.rank * kHalves * Down::kSlice;
-  Sums sums[kDownTiles];
-#pragma unroll
-  for (int n = 0; n < kDownTiles; ++n) clear(sums[n]);
   expect_sums(c, place);
   c.begin();
-#pragma unroll
-  for (int half = 0; half < kHalves; half += kHalvesHeld) {
-    c.block_barrier();  // nobody reads the operands before
-    load_rows<kHalvesHeld>(c, rows + half * Down::kSlice, kHidden);
-    if (half == 0) {
-      c.phase_barrier();
-    } else {
-      c.block_barrier();
-    }
-#pragma unroll
-    for (int i = 0; i < kHalvesHeld; ++i)
-      multiply_half(c, c.shared.operands + i * kHalfBytes, sums, place, half + i + 1 == kHalves);
-  }
+  c.block_barrier();  // nobody reads the operands of the phase before
+  load_rows<2>(c, c.rows(kHiddenWords, kHidden, c.layer_copy(at)) + c.rank * Down::kSlice, kHidden);
+  c.phase_barrier();
+  multiply_tiles<Down, ROWS, false>(c, place);
+  c.stages += Down::stages(c.cluster);
   add_to_residual(c, at, place, addition);
 }
 
-// Runs `phase` if it is among those of this launch.
+// Runs one phase. Who a thread is, is read anew each time (see Consumer::identify), and where it is, is hidden from the
+// compiler, which would carry an address for every table through the loops.
 template <typename Body>
-__device__ __forceinline__ void run(Consumer& c, const Position& at, Phase phase, const Body& body) {
-  if (c.index >= c.plan.first && c.index < c.plan.last) {
-    c.identify();
-    body(c, Position{at.step, at.layer, phase});
-  }
-  ++c.index;
+__device__ __forceinline__ void run(Consumer& c, int step, int layer, Phase phase, const Body& body) {
+  c.identify();
+  asm volatile("" : "+r"(step), "+r"(layer));
+  body(c, Position{step, layer, phase});
 }
 
-__device__ __forceinline__ void run_phases(Consumer& c) {
-  Position at = locate(c.plan.first);
-  c.index = at.step * kPhasesPerStep;
-  for (; c.index < c.plan.last; ++at.step) {
-    at.layer = 0;
-    run(c, at, kEnter, enter);
+__device__ __forceinline__ void run_all(Consumer& c) {
 #pragma unroll 1
-    for (; at.layer < LAYERS; ++at.layer) {
-      run(c, at, kProject, project);
-      run(c, at, kAttend, attend);
-      run(c, at, kOutput, output);
-      run(c, at, kGateUp, gate_up);
-      run(c, at, kDown, down);
+  for (int step = 0; step < c.plan.steps; ++step) {
+    run(c, step, 0, kEnter, enter);
+#pragma unroll 1
+    for (int layer = 0; layer < LAYERS; ++layer) {
+      run(c, step, layer, kProject, project);
+      run(c, step, layer, kAttend, attend);
+      run(c, step, layer, kOutput, output);
+      run(c, step, layer, kGateUp, gate_up);
+      run(c, step, layer, kDown, down);
     }
-    run(c, at, kLeave, leave);
+    run(c, step, LAYERS, kLeave, leave);
+  }
+}
+
+__device__ __forceinline__ void run_one(Consumer& c) {
+  const Position at = locate(c.plan.phase);
+  switch (at.phase) {
+    case kEnter: return enter(c, at);
+    case kProject: return project(c, at);
+    case kAttend: return attend(c, at);
+    case kOutput: return output(c, at);
+    case kGateUp: return gate_up(c, at);
+    case kDown: return down(c, at);
+    case kLeave: return leave(c, at);
   }
 }
 
@@ -273,10 +249,11 @@ __device__ __forceinline__ void run_phases(Consumer& c) {
 // What a consumer must know of the launches before: which copies come first, and the residual values that it owns.
 __device__ __forceinline__ void recall(Consumer& c) {
   c.identify();
+  if (kResident) overlap_wait();
   c.prefix = *c.plan.valid;
-  const Position at = locate(c.plan.first);
   c.parity = __ldcg(c.plan.sync);
-  if (at.phase != kOutput && at.phase != kDown) return;
+  const Position at = locate(c.plan.phase);
+  if (kResident || (at.phase != kOutput && at.phase != kDown)) return;
   overlap_wait();
   const int column = c.owned_column();
   if (column >= 0)
@@ -286,7 +263,7 @@ __device__ __forceinline__ void recall(Consumer& c) {
 
 // The last block to leave notes which copies the next decision starts with.
 __device__ __forceinline__ void remember(const Consumer& c) {
-  if (c.plan.last < c.plan.steps * kPhasesPerStep || c.thread > 0) return;
+  if ((!kResident && c.plan.phase + 1 < c.plan.steps * kPhasesPerStep) || c.thread > 0) return;
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(c.plan.sync + 1) : "memory");
   if (before + 1 < kBlocks) return;
@@ -300,37 +277,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
            const unsigned char* down_weight, const float* enter_weight, const float* enter_bias,
            const float* leave_weight, const float* leave_bias, const float* modulation, const bf16* rope,
            const bf16* prefix_key, const bf16* prefix_value, const int* valid, const float* noise, float* actions,
-           u32* words, u32* sync, int capacity, int steps, int first, int last) {
-  extern __shared__ __align__(128) unsigned char memory[];
+           u32* words, u32* sync, int capacity, int steps, int phase) {
+  extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Plan plan{project_weight, output_weight, gate_up_weight, down_weight, enter_weight, enter_bias, leave_weight,
                   leave_bias,     modulation,    rope,           prefix_key,  prefix_value, valid,      noise,
-                  actions,        words,         sync,           capacity,    steps,        first,      last};
+                  actions,        words,         sync,           capacity,    steps,        phase};
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(shared.full + s, 1);
       mbarrier_init(shared.empty + s, kArrivals);
     }
     for (int i = 0; i < 3; ++i) mbarrier_init(shared.parts + i, 1);
+    shared.claimed = 0;
     mbarrier_init(&shared.values_full, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_barrier();
   overlap_trigger();
-  const WeightRing ring{shared.ring, shared.full, shared.empty};
-  // Registers are dealt out to groups of four warps: the producer's group gives its share to the consumers.
+  const WeightRing ring{shared.ring, shared.full, shared.empty, &shared.claimed};
   if (threadIdx.x >= kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x == kConsumers) produce(plan, ring);
+    if (threadIdx.x == kConsumers) {
+      Producer producer{ring};
+      visit_weights(plan, producer);
+    }
     if (threadIdx.x / kWarpSize == kWarps + 1) fence_resets(plan);
     if (threadIdx.x / kWarpSize == kWarps + 2) fetch_values(plan, shared);
+    if (kResident && threadIdx.x == kConsumers + 3 * kWarpSize) {
+      Prefetcher prefetcher{ring};
+      visit_weights(plan, prefetcher);
+    }
     __syncwarp();
     cluster_barrier();  // nobody leaves while others may still send to it
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
     Consumer c(plan, shared, ring);
     recall(c);
-    run_phases(c);
+    if (kResident) {
+      run_all(c);
+    } else {
+      run_one(c);
+    }
     remember(c);
     cluster_barrier();
   }

@@ -2,90 +2,94 @@
 #pragma once
 #include "expert_products.cuh"
 
-// Where 16 bytes of one value row lie in shared memory.
-__device__ __forceinline__ int value_offset(int key, int piece) { return key * kValueStride + piece * 16; }
+// Where 16 bytes of one value or query lie in shared memory, from where they begin.
+__device__ __forceinline__ int value_offset(int row, int piece) { return row * kValueStride + piece * 16; }
+__device__ __forceinline__ int query_offset(int row, int piece) { return row * kQueryStride + piece * 16; }
 
-constexpr int kKeyGroups = kHeadDim / 32;
-
-// What a thread loads: its part of the eight keys of its warp as B operand, queries, and values of the chunk. Keys behind
-// the block's last repeat an existing one: their scores are not used.
-struct Loads {
-  static constexpr int kQueriesEach = ceil_div(kMostQueries, kWarps);
-  uint4 keys[kKeyGroups], rest[kQueriesEach + kRowsEach];
-};
-
-// Loads everything that this block attends with, and waits for what the phase before writes. The prefix's keys come first,
-// since nobody waits for them.
-__device__ __forceinline__ void load_attention(Consumer& c, const Position& at, const Work& work, Loads& loads,
-                                               unsigned char* queries) {
-  const int copy = c.layer_copy(at), key = min(work.start + c.warp * 8 + c.row, work.prefix + ROWS - 1);
-  const bool chunk = key >= work.prefix;
-  if (!chunk) {
-    const bf16* from =
-        c.plan.prefix_key + (static_cast<u64>(at.layer) * c.plan.capacity + key) * kHeadDim + c.quad * 8;
+// Scores of sixteen queries and eight keys, of which `s` holds four parts.
+__device__ __forceinline__ void store_scores(const Consumer& c, const float (&s)[4][4], float* scores) {
+  constexpr float kScale = 0.0625f * 1.4426950408889634f;  // 1 / sqrt(kHeadDim), and from e to 2
 #pragma unroll
-    for (int g = 0; g < kKeyGroups; ++g) loads.keys[g] = load_shared_by_grid(from + g * 32);
-  }
-  c.begin();
-  c.block_barrier();  // nobody reads the operands of the phase before
-  const bf16* query_rows = c.rows(kQuery, kInner, copy) + work.first * kHeadDim + c.lane * 8;
-  const int first_value = max(0, work.prefix - work.start);  // of the chunk, among this block's keys
-  const bf16* value_rows = c.rows(kValue, kHeadDim, copy) + (work.start - work.prefix) * kHeadDim + c.lane * 8;
-  poll(loads.rest, [&](int i) -> const void* {
-    if (i < Loads::kQueriesEach) {
-      const int query = c.warp + i * kWarps;
-      return query < work.queries ? query_rows + query * kHeadDim : nullptr;
+  for (int half = 0; half < 2; ++half) {
+    float d[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int e = half * 2 + j;
+      d[j] = ((s[0][e] + s[1][e]) + (s[2][e] + s[3][e])) * kScale;
     }
-    const int value = first_value + c.warp + (i - Loads::kQueriesEach) * kWarps;
-    return value < work.count ? value_rows + value * kHeadDim : nullptr;
-  });
-#pragma unroll
-  for (int i = 0; i < Loads::kQueriesEach; ++i) {
-    const int query = c.warp + i * kWarps;
-    if (query < work.queries) store16(queries + query * kQueryStride + c.lane * 16, loads.rest[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < kRowsEach; ++i) {
-    const int value = first_value + c.warp + i * kWarps;
-    if (value < work.count)
-      store16(reinterpret_cast<unsigned char*>(c.shared.values) + value_offset(value, c.lane),
-              loads.rest[Loads::kQueriesEach + i]);
-  }
-  for (int key = work.count + c.warp; key < ceil_div(work.count, 16) * 16; key += kWarps)  // they weigh nothing
-    store16(reinterpret_cast<unsigned char*>(c.shared.values) + value_offset(key, c.lane), make_uint4(0, 0, 0, 0));
-  if (chunk) {
-    const bf16* from = c.rows(kKey, kHeadDim, copy) + (key - work.prefix) * kHeadDim + c.quad * 8;
-    poll(loads.keys, [&](int g) { return from + g * 32; });
+    *reinterpret_cast<float2*>(scores + (half * 8 + c.row) * kScoreStride + c.quad * 2) = make_float2(d[0], d[1]);
   }
 }
 
-// Scores of this warp's eight keys, in units of log2.
-__device__ __forceinline__ void score(const Consumer& c, const Loads& loads, const unsigned char* queries, float* scores) {
-  constexpr float kScale = 0.0625f * 1.4426950408889634f;  // 1 / sqrt(kHeadDim), and from e to 2
-  if (c.warp * 8 >= KEYS) return;
+// Loads what the phase before wrote: queries to `queries`, the chunk's values behind the prefix's.
+__device__ __forceinline__ void load_attention(Consumer& c, const Position& at, const Work& work, unsigned char* queries) {
+  constexpr int kQueriesEach = ceil_div(kMostQueries, kWarps);
+  const int copy = c.layer_copy(at), first = max(0, work.prefix - work.start) + c.warp;  // of the chunk's values here
+  const bf16 *query_rows = c.rows(kQuery, kInner, copy) + work.first * kHeadDim + c.lane * 8,
+             *value_rows = c.rows(kValue, kHeadDim, copy) + (work.start - work.prefix) * kHeadDim + c.lane * 8;
+  unsigned char* values = reinterpret_cast<unsigned char*>(c.shared.values);
+  c.block_barrier();  // nobody reads the operands of the phase before
+  uint4 v[kQueriesEach + kRowsEach];
+  poll(v, [&](int i) -> const void* {
+    const int query = c.warp + i * kWarps, row = first + (i - kQueriesEach) * kWarps;
+    if (i < kQueriesEach) return query < work.queries ? query_rows + query * kHeadDim : nullptr;
+    return row < work.count ? value_rows + row * kHeadDim : nullptr;
+  });
 #pragma unroll
-  for (int m = 0; m < kQueryTiles; ++m) {
-    const unsigned char* a = queries + (m * 16 + c.row) * kQueryStride + c.quad * 16;
-    const bool has_high = m * 16 + 8 + c.row < kMostQueries;
-    uint4 high = make_uint4(0, 0, 0, 0);
-    float s[4][4] = {};
+  for (int i = 0; i < kQueriesEach; ++i) {
+    const int query = c.warp + i * kWarps;
+    if (query < work.queries) store16(queries + query_offset(query, c.lane), v[i]);
+  }
 #pragma unroll
-    for (int g = 0; g < kKeyGroups; ++g) {
-      const uint4 low = load16(a + g * 64), &k = loads.keys[g];
-      if (has_high) high = load16(a + 8 * kQueryStride + g * 64);
-      mma_16x8x16(s[2 * g % 4], low.x, high.x, low.y, high.y, k.x, k.y);
-      mma_16x8x16(s[(2 * g + 1) % 4], low.z, high.z, low.w, high.w, k.z, k.w);
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int row = first + i * kWarps;
+    if (row < work.count) store16(values + value_offset(row, c.lane), v[kQueriesEach + i]);
+  }
+  for (int row = work.count + c.warp; row < ceil_div(work.count, 16) * 16; row += kWarps)  // they weigh nothing
+    store16(values + value_offset(row, c.lane), make_uint4(0u, 0u, 0u, 0u));
+}
+
+constexpr int kKeyGroups = kHeadDim / 32;
+
+// This lane's key in a tile of eight. Those behind the block's last repeat an existing one: their scores are not used.
+__device__ __forceinline__ int key_of(const Consumer& c, const Work& work, int tile) {
+  return min(work.start + tile * 8 + c.row, work.prefix + ROWS - 1);
+}
+
+// Begins to load the prefix's keys of a tile, for which nobody has to wait.
+__device__ __forceinline__ void load_prefix_keys(const Consumer& c, const Position& at, const Work& work, int tile,
+                                                 uint4 (&keys)[kKeyGroups]) {
+  const int key = min(key_of(c, work, tile), work.prefix - 1);  // another one in the place of the chunk's own
+  const bf16* from = c.plan.prefix_key + (static_cast<u64>(at.layer) * c.plan.capacity + key) * kHeadDim + c.quad * 8;
+#pragma unroll
+  for (int g = 0; g < kKeyGroups; ++g) keys[g] = load_shared_by_grid(from + g * 32);
+}
+
+// Scores of this warp's keys, in units of log2: tiles of eight, every kWarps-th; `keys` are those of the first. A lane
+// reads 16 bytes of every 64 of a key, and of queries likewise, which permutes the inputs of the sum.
+__device__ __forceinline__ void score(const Consumer& c, const Position& at, const Work& work,
+                                      uint4 (&keys)[kKeyGroups], const unsigned char* queries, float* scores) {
+  for (int tile = c.warp; tile * 8 < work.count; tile += kWarps) {
+    if (tile != c.warp) load_prefix_keys(c, at, work, tile, keys);
+    const int own = key_of(c, work, tile) - work.prefix;
+    if (own >= 0) {
+      const bf16* from = c.rows(kKey, kHeadDim, c.layer_copy(at)) + own * kHeadDim + c.quad * 8;
+      poll(keys, [&](int g) { return from + g * 32; });
     }
+    __syncwarp();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float d[2];
+    for (int m = 0; m < kQueryTiles; ++m) {
+      const unsigned char* a = queries + query_offset(m * 16 + c.row, c.quad);
+      const bool has_high = m * 16 + 8 + c.row < kMostQueries;  // few queries are worth a condition: bandwidth is scarce
+      float s[4][4] = {};
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int e = half * 2 + j;
-        d[j] = ((s[0][e] + s[1][e]) + (s[2][e] + s[3][e])) * kScale;
+      for (int g = 0; g < kKeyGroups; ++g) {
+        const uint4 low = load16(a + g * 64);
+        const uint4 high = has_high ? load16(a + query_offset(8, 0) + g * 64) : make_uint4(0u, 0u, 0u, 0u);
+        mma_16x8x16(s[2 * g % 4], low.x, high.x, low.y, high.y, keys[g].x, keys[g].y);
+        mma_16x8x16(s[(2 * g + 1) % 4], low.z, high.z, low.w, high.w, keys[g].z, keys[g].w);
       }
-      *reinterpret_cast<float2*>(scores + (m * 16 + half * 8 + c.row) * kScoreStride + c.warp * 8 + c.quad * 2) =
-          make_float2(d[0], d[1]);
+      store_scores(c, s, scores + m * 16 * kScoreStride + tile * 8);
     }
   }
 }
@@ -122,31 +126,37 @@ __device__ __forceinline__ void soften(const Consumer& c, const Work& work, cons
   }
 }
 
-// Weighted values of this warp's sixteen dimensions, sent to the block that joins them: parts[rank][query][kDims].
+// Weighted values of this warp's dimensions, sent to the block that joins them: parts[rank][query][kDims].
 __device__ __forceinline__ void mix_values(const Consumer& c, const Work& work, const bf16* weights, float* parts,
                                            u64* barrier) {
-  static_assert(kHeadDim / kWarps == 16 && kDims == 32, "a warp has half of the dimensions of an owner");
+  constexpr int kEach = kWarps < 16 ? 32 : 16, kPairs = kEach / 16;
+  static_assert(kDims % kEach == 0 && kEach % 16 == 0, "a warp has dimensions of one owner");
   const u32 values = shared_address(c.shared.values), from = shared_address(weights);
-  const int owner = c.warp / 2;
-  const u32 to = remote(shared_address(parts + c.rank * kMostQueries * kDims + c.warp % 2 * 16 + c.quad * 2), owner);
+  const int first = c.warp * kEach, owner = first / kDims;
+  if (first >= kHeadDim) return;
+  const u32 to = remote(shared_address(parts + c.rank * kMostQueries * kDims + first % kDims + c.quad * 2), owner);
   const u32 counted = remote(shared_address(barrier), owner);
 #pragma unroll
   for (int m = 0; m < kQueryTiles; ++m) {
-    float o[2][4] = {};
+    float o[2 * kPairs][4] = {};
 #pragma unroll
     for (int s = 0; s < KEYS / 16; ++s) {
       if (s * 16 >= work.count) break;
-      const uint4 b = load_matrices_transposed(values + value_offset(s * 16 + c.lane % 16, c.warp * 2 + c.lane / 16));
       const uint4 a = load_matrices(from + ((m * 16 + c.lane % 16) * kScoreStride + s * 16 + c.lane / 16 * 8) * 2);
-      mma_16x8x16(o[0], a.x, a.y, a.z, a.w, b.x, b.y);
-      mma_16x8x16(o[1], a.x, a.y, a.z, a.w, b.z, b.w);
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p) {
+        const uint4 b =
+            load_matrices_transposed(values + value_offset(s * 16 + c.lane % 16, first / 8 + 2 * p + c.lane / 16));
+        mma_16x8x16(o[2 * p], a.x, a.y, a.z, a.w, b.x, b.y);
+        mma_16x8x16(o[2 * p + 1], a.x, a.y, a.z, a.w, b.z, b.w);
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = m * 16 + half * 8 + c.row;
       if (query >= work.queries) continue;
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < 2 * kPairs; ++n)
         send(to + (query * kDims + n * 8) * 4, o[n][half * 2], o[n][half * 2 + 1], counted);
     }
   }
@@ -189,14 +199,16 @@ __device__ __forceinline__ void attend(Consumer& c, const Position& at) {
   float *extremes = place.parts, *parts = extremes + kRanks * kMostQueries * 2;
   u64* barrier = c.shared.parts + place.barrier;
   c.expect(place, work.queries * kRanks * (kDims + 2) * 4);
-  Loads loads;
-  load_attention(c, at, work, loads, queries);
+  c.begin();
+  uint4 keys[kKeyGroups];
+  load_attention(c, at, work, queries);
+  load_prefix_keys(c, at, work, c.warp, keys);
   c.phase_barrier();
-  score(c, loads, queries, scores);
+  score(c, at, work, keys, queries, scores);
   c.block_barrier();
   soften(c, work, scores, weights, extremes, barrier);
   c.block_barrier();
-  mbarrier_wait(&c.shared.values_full, c.single() ? 0 : c.layers(at) & 1);
+  mbarrier_wait(&c.shared.values_full, kResident ? c.layers(at) & 1 : 0);
   mix_values(c, work, weights, parts, barrier);
   c.await(place);
   join(c, at, work, parts, extremes);

@@ -9,7 +9,9 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 
 constexpr int kWidth = 1024, kHeads = 8, kHeadDim = 256, kInner = kHeads * kHeadDim, kHidden = 4096, kActions = 32;
 constexpr int kClusters = CLUSTERS, kBlocks = kClusters * kRanks;
-constexpr int kWarps = 16, kConsumers = kWarps * kWarpSize, kThreads = kConsumers + 4 * kWarpSize;
+// With fewer warps each has more registers; what does not fit into them costs hundreds of cycles at every use.
+constexpr int kWarps = ROWS <= 32 ? 12 : 16, kConsumers = kWarps * kWarpSize, kThreads = kConsumers + 4 * kWarpSize;
+constexpr int kTeamWarps = 4, kTeams = kWarps / kTeamWarps;  // a team multiplies up to eight tiles of outputs at once
 constexpr int kModulations = 2 * LAYERS + 1;
 constexpr int kPhasesPerLayer = 5, kPhasesPerStep = 2 + kPhasesPerLayer * LAYERS;
 constexpr float kEps = 1e-6f;
@@ -22,35 +24,42 @@ enum Phase { kEnter, kLeave, kProject, kAttend, kOutput, kGateUp, kDown };
 
 // A product's outputs come in tiles of eight. Neighbouring tiles belong to one cluster; each of its blocks multiplies all
 // of them with its eighth of the inputs, and a tile's owner in the cluster adds the eight parts.
-constexpr int kTile = 8, kStageBytes = 8192;
-constexpr int kRowTiles = ceil_div(ROWS + 1, 16);  // of sixteen rows: the chunk, and the shift of the norm behind it
-
-constexpr int kTilesAtOnce = min_of(kRowTiles, 2);  // row tiles that a warp takes at once
-constexpr int kRowGroups = ceil_div(kRowTiles, kTilesAtOnce);
+constexpr int kTile = 8, kTeamTiles = 8;
+// Inputs come in chunks: a tile's part of one is eight matrices of eight inputs by eight outputs, as the matrix
+// instructions read them from shared memory.
+constexpr int kChunk = 64, kChunkBytes = kChunk * kTile * 2, kStageBytes = kTeamTiles * kChunkBytes;
+// Rows of the operand: the chunk, and the shift of the norm behind it, in whole matrices. A row's part of a chunk is 128
+// bytes, in which groups of eight inputs are swizzled as the matrix instructions expect.
+constexpr int kOperandRows = ceil_div(ROWS + 1, 8) * 8, kOperandBytesOfChunk = kOperandRows * kChunk * 2;
 
 template <int TILES, int INPUTS, int UNIT>
-struct Product {                                                        // UNIT: tiles that must have one owner
+struct Product {  // UNIT: tiles that must have one owner
   static constexpr int kTiles = TILES, kUnit = UNIT;
-  static constexpr int kSlice = INPUTS / kRanks, kGroups = kSlice / 32;  // inputs of a block, in groups of 32
-  static constexpr int kTileBytes = kSlice * kTile * 2;
-  static constexpr int kShared = kStageBytes / kTileBytes;  // tiles in a stage
-  static constexpr int kMost = ceil_div(TILES / UNIT, kClusters) * UNIT;  // tiles of a cluster
-  static constexpr int kSlots = ceil_div(kMost / UNIT, kRanks) * UNIT;    // tiles of an owner
-  static constexpr int kStride = kSlice * 2 + 64;  // bytes between two rows in shared memory, free of bank conflicts
-  static_assert(kStageBytes % kTileBytes == 0 && TILES % UNIT == 0, "whole tiles in a stage");
+  static constexpr int kSlice = INPUTS / kRanks, kChunks = kSlice / kChunk;  // inputs of a block
+  static constexpr int kMost = ceil_div(TILES / UNIT, kClusters) * UNIT;     // tiles of a cluster
+  static constexpr int kSlots = ceil_div(kMost / UNIT, kRanks) * UNIT;       // tiles of an owner
+  static_assert(kSlice % kChunk == 0 && TILES % UNIT == 0, "whole chunks and units");
+  static_assert(kChunks == 2 || kChunks == 4 || kChunks == 8, "a power of two");
 
   static __device__ __forceinline__ int first(int cluster) { return cluster * (TILES / UNIT) / kClusters * UNIT; }
   static __device__ __forceinline__ int count(int cluster) { return first(cluster + 1) - first(cluster); }
-  static __device__ __forceinline__ int stages(int cluster) { return (count(cluster) + kShared - 1) / kShared; }
+  // A stage holds one chunk of eight tiles, or two, four or eight chunks of the fewer tiles that are left over.
+  static __device__ __forceinline__ int log2_chunks_in_stage(int tiles) {
+    constexpr int kMostLog2 = kChunks == 2 ? 1 : kChunks == 4 ? 2 : 3;
+    return min(kMostLog2, tiles > 4 ? 0 : tiles > 2 ? 1 : tiles > 1 ? 2 : 3);
+  }
+  static __device__ __forceinline__ int chunks_in_stage(int tiles) { return 1 << log2_chunks_in_stage(tiles); }
+  static __device__ __forceinline__ int stages(int cluster) {
+    const int tiles = count(cluster), left = tiles % kTeamTiles;
+    return tiles / kTeamTiles * kChunks + (left > 0 ? kChunks >> log2_chunks_in_stage(left) : 0);
+  }
 };
 
 using Project = Product<(kHeads + 2) * kHeadDim / kTile, kWidth, 1>;
 using Output = Product<kWidth / kTile, kInner, 1>;
 using GateUp = Product<2 * kHidden / kTile, kWidth, 2>;
-constexpr int kHalves = 2;  // pieces in which the inputs of `down` come
-using Down = Product<kWidth / kTile, kHidden / kHalves, 1>;  // one of them
-constexpr int kArrivals = GateUp::kShared * kRowGroups;  // shares of a stage: one for each tile and group of rows
-static_assert(Project::kShared == GateUp::kShared, "no stage has more shares than arrivals");
+using Down = Product<kWidth / kTile, kHidden, 1>;
+constexpr int kArrivals = kTeamTiles;  // at a stage, at most: one for each chunk in it and each warp that uses it
 
 // -- attention -----------------------------------------------------------------------------------------------------------
 
@@ -58,40 +67,31 @@ static_assert(Project::kShared == GateUp::kShared, "no stage has more shares tha
 constexpr int kQueries = ROWS * kHeads, kMostQueries = ceil_div(kQueries, kClusters);
 constexpr int kQueryTiles = ceil_div(kMostQueries, 16), kDims = kHeadDim / kRanks;
 constexpr int kScoreStride = KEYS + 8;
-static_assert(KEYS % 16 == 0 && KEYS <= 128, "eight keys a warp");
+static_assert(KEYS % 16 == 0 && KEYS <= 128, "a warp weighs four keys a lane");
 
 // -- shared memory -------------------------------------------------------------------------------------------------------
 
-// Other blocks may be one phase ahead, or one round of a phase, and send already. So the parts of neighbours lie apart: in
-// X, Y, X, V, Y for the phases of a layer, where V is the memory of attention's values. A product in several rounds
-// alternates between its place and another.
-constexpr int kPartRows = ROWS + 1;                                   // of a product behind a norm
-constexpr int kPartFloats = kRanks * kPartRows * kTile;               // of one output tile
+// Other blocks may be one phase ahead and send already. So the parts of neighbours lie apart: in X, Y, X, V, Y for the
+// phases of a layer, where V is the memory of attention's values.
+constexpr int kPartRows = ROWS + 1;  // of a product behind a norm
+// Parts of such a product are rounded to bfloat16, as its result will be: half as much to exchange.
+constexpr int kPartFloats = kRanks * kPartRows * kTile / 2;  // of one output tile
 constexpr int kSquares = kRanks * ROWS;
 constexpr int kAttendFloats = kRanks * kMostQueries * (kDims + 2);
-constexpr int kRoundSlots = kRowTiles > 1 ? 2 : 12;                   // output tiles of an owner in one round, at most
-template <typename P>
-constexpr int kRoundsOf = ceil_div(P::kSlots, kRoundSlots) | 1;       // odd, so that the buffers still alternate
-template <typename P>
-constexpr int kSlotsOf = ceil_div(P::kSlots / P::kUnit, kRoundsOf<P>) * P::kUnit;
-constexpr int kProjectFloats = kSlotsOf<Project> * kPartFloats + kSquares;
-constexpr int kGateUpFloats = kSlotsOf<GateUp> * kPartFloats + kSquares;
+constexpr int kProjectFloats = Project::kSlots * kPartFloats + kSquares;
+constexpr int kGateUpFloats = GateUp::kSlots * kPartFloats + kSquares;
 constexpr int kSumFloats = max_of(Output::kSlots, Down::kSlots) * kRanks * ROWS * kTile;
 constexpr int kFloatsX = max_of(kProjectFloats, kSumFloats);
-constexpr int kFloatsY = max_of(max_of(kAttendFloats, kSumFloats), kRoundsOf<Project> > 1 ? kProjectFloats : 0);
-constexpr int kValueStride = kHeadDim * 2 + 16;  // bytes between two value rows, free of bank conflicts
+constexpr int kFloatsY = max_of(kAttendFloats, kSumFloats);
+constexpr int kPartialFloats = ROWS < 16 ? kTeams * Down::kMost * ROWS * kTile : 4;
+constexpr int kValueStride = kHeadDim * 2 + 16, kQueryStride = kHeadDim * 2 + 64;  // bytes, free of bank conflicts
 constexpr int kFloatsV = max_of(KEYS * kValueStride / 4, kGateUpFloats);
-constexpr bool kSecondInV = kRoundsOf<GateUp> == 1 || 2 * kGateUpFloats <= kFloatsV;  // of gate_up's alternating places
-constexpr int kFloatsZ = kSecondInV ? 4 : kGateUpFloats;
 
-constexpr int kRowsHeld = kRowTiles * 16, kQueriesHeld = kQueryTiles * 16;
-constexpr int kQueryStride = kHeadDim * 2 + 64;
+constexpr int kQueriesHeld = kQueryTiles * 16;
 constexpr int kScoreBytes = kQueriesHeld * kScoreStride * 6;  // scores as float, weights as bfloat16
-constexpr int kHalvesHeld = kRowTiles == 1 ? kHalves : 1;  // of the inputs of `down`
-constexpr int kHalfBytes = kRowsHeld * Down::kStride;
-constexpr int kOperandBytes = max_of(kHalvesHeld * kHalfBytes, kQueriesHeld * kQueryStride + kScoreBytes);
+constexpr int kOperandBytes = max_of(Down::kChunks * kOperandBytesOfChunk, kQueriesHeld * kQueryStride + kScoreBytes);
 
-// Where the parts of one round go, which barrier counts them, and the barrier's phase in that round.
+// Where the parts of one phase go, which barrier counts them, and whether that barrier's turn is odd.
 struct Place {
   float* parts;
   int barrier;
@@ -100,11 +100,13 @@ struct Place {
 
 struct Shared {
   unsigned char ring[STAGES * kStageBytes];
-  float values[kFloatsV];  // as bfloat16; later parts of gate_up
-  unsigned char operands[kOperandBytes];
-  float x[kFloatsX], y[kFloatsY], z[kFloatsZ];
-  float sink[kWarps];
-  u64 full[STAGES], empty[STAGES], values_full, parts[3];  // `parts`: rounds that may be under way at once
+  alignas(1024) unsigned char operands[kOperandBytes];
+  alignas(16) float values[kFloatsV];  // as bfloat16; later parts of gate_up
+  alignas(16) float x[kFloatsX];
+  alignas(16) float y[kFloatsY];
+  alignas(16) float partial[kPartialFloats];  // sums of the teams, where they share the inputs
+  u64 full[STAGES], empty[STAGES], values_full, parts[3];  // `parts`: phases that may be under way at once
+  u32 claimed;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host computes the same layout");
 
@@ -131,8 +133,11 @@ struct Plan {
   float* actions;                                          // [ROWS][kActions], result
   u32* words;                                              // exchanged memory, kUnwritten at first
   u32* sync;                                               // three zeros at first: parities, blocks that have left
-  int capacity, steps, first, last;  // either all phases or one
+  int capacity, steps, phase;  // `phase`: the one of this launch, unless the grid is resident
 };
+
+// The grid is resident: one launch runs all phases. Otherwise a launch runs one.
+constexpr bool kResident = RESIDENT;
 
 struct Position {
   int step, layer;
@@ -150,40 +155,82 @@ __device__ __forceinline__ Position locate(int index) {
   return p;
 }
 
+__device__ __forceinline__ int first_phase(const Plan& plan) { return kResident ? 0 : plan.phase; }
+__device__ __forceinline__ int end_phase(const Plan& plan) {
+  return kResident ? plan.steps * kPhasesPerStep : plan.phase + 1;
+}
+
 // -- producer ------------------------------------------------------------------------------------------------------------
 
-#ifndef UNDER_WAY
-#define UNDER_WAY 4
-#endif
-constexpr int kUnderWay = UNDER_WAY < STAGES ? UNDER_WAY : STAGES;  // stages that a block fetches at once
-using WeightRing = Ring<STAGES, kStageBytes>;
+constexpr int kUnderWay = min_of(4, STAGES);  // stages that a block fetches at once
+// Teams take turns, so that one may wait for a stage far ahead of what another still uses.
+constexpr int kFarthest = max_of(kTeams * Project::kChunks, Down::kChunks + 1);
+using WeightRing = Ring<STAGES, kStageBytes, kFarthest>;
 
-// Streams what this block needs of one product: weights [layer][rank][tile][group 32][output 8][quad 4][8]; `piece`
-// counts layers and ranks (and halves).
-template <typename P>
-__device__ __forceinline__ void push_product(const WeightRing& ring, u32& number, const unsigned char* weights,
-                                             int piece, int cluster, u64 policy) {
-  const u64 tile = static_cast<u64>(piece) * P::kTiles + P::first(cluster);
-  const unsigned char* from = weights + tile * P::kTileBytes;
-  for (int left = P::count(cluster) * P::kTileBytes; left > 0; left -= kStageBytes, from += kStageBytes)
-    ring.push<kUnderWay>(number++, from, left < kStageBytes ? left : kStageBytes, policy);
-}
-
-__device__ __forceinline__ void produce(const Plan& plan, const WeightRing& ring) {
-  const u64 policy = evict_first_policy();
-  const int cluster = blockIdx.x / kRanks, rank = cluster_rank();
-  u32 number = 0;
-  for (int index = plan.first; index < plan.last; ++index) {
-    const Position at = locate(index);
-    const int piece = at.layer * kRanks + rank;
-    if (at.phase == kProject) push_product<Project>(ring, number, plan.project, piece, cluster, policy);
-    if (at.phase == kOutput) push_product<Output>(ring, number, plan.output, piece, cluster, policy);
-    if (at.phase == kGateUp) push_product<GateUp>(ring, number, plan.gate_up, piece, cluster, policy);
-    if (at.phase == kDown)
-      for (int half = 0; half < kHalves; ++half)
-        push_product<Down>(ring, number, plan.down, piece * kHalves + half, cluster, policy);
+// Visits what this block needs of one product, stage by stage: weights [layer][rank][chunk][tile][8][output 8][8].
+template <typename P, typename Visitor>
+__device__ __forceinline__ void visit_product(Visitor& visitor, const unsigned char* weights, int piece, int cluster) {
+  const int tiles = P::count(cluster);
+  const unsigned char* from =
+      weights + (static_cast<u64>(piece) * P::kChunks * P::kTiles + P::first(cluster)) * kChunkBytes;
+  for (int tile = 0; tile < tiles; tile += kTeamTiles, from += kTeamTiles * kChunkBytes) {
+    const int count = min(kTeamTiles, tiles - tile), each = P::chunks_in_stage(count), bytes = count * kChunkBytes;
+    for (int chunk = 0; chunk < P::kChunks; chunk += each) {
+      visitor.begin(each * bytes);
+      for (int i = 0; i < each; ++i)
+        visitor.piece(i * bytes, from + static_cast<u64>(chunk + i) * P::kTiles * kChunkBytes, bytes);
+    }
   }
 }
+
+template <typename Visitor>
+__device__ __forceinline__ void visit_weights(const Plan& plan, Visitor& visitor) {
+  const int cluster = blockIdx.x / kRanks, rank = cluster_rank();
+  for (int index = first_phase(plan); index < end_phase(plan); ++index) {
+    const Position at = locate(index);
+    const int piece = at.layer * kRanks + rank;
+    if (at.phase == kProject) visit_product<Project>(visitor, plan.project, piece, cluster);
+    if (at.phase == kOutput) visit_product<Output>(visitor, plan.output, piece, cluster);
+    if (at.phase == kGateUp) visit_product<GateUp>(visitor, plan.gate_up, piece, cluster);
+    if (at.phase == kDown) visit_product<Down>(visitor, plan.down, piece, cluster);
+  }
+}
+
+// One thread fetches the weights into the ring.
+struct Producer {
+  const WeightRing& ring;
+  u64 policy = evict_first_policy();
+  u32 number = 0, next = 0;
+
+  __device__ __forceinline__ void begin(u32 bytes) {
+    number = next++;
+    ring.claim<kUnderWay>(number, bytes);
+  }
+  __device__ __forceinline__ void piece(u32 offset, const unsigned char* from, u32 bytes) {
+    ring.fetch(number, offset, from, bytes, policy);
+  }
+};
+
+// Another one runs ahead of it and fetches what the ring has no room for into the second-level cache: the memory keeps
+// busy while the blocks exchange, and what comes in a hurry has a short way.
+constexpr u32 kCachedStages = 12;  // more than twice as many are slower than none
+struct Prefetcher {
+  const WeightRing& ring;
+  u32 next = 0;
+  bool late = false;  // the producer is there already
+
+  __device__ __forceinline__ void begin(u32) {
+    u32 claimed = ring.claimed();
+    while (next >= claimed + kCachedStages) {
+      __nanosleep(100);
+      claimed = ring.claimed();
+    }
+    late = next++ < claimed;
+  }
+  __device__ __forceinline__ void piece(u32, const unsigned char* from, u32 bytes) const {
+    if (!late) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  }
+};
 
 // -- what one warp does for all ------------------------------------------------------------------------------------------
 
@@ -205,7 +252,7 @@ constexpr int kPhaseBarrier = 1, kConsumerBarrier = 2, kResetBarrier = 3, kValue
 // One warp makes every reset of a phase visible to the grid before its block writes the values of the next phase, while
 // the consumers wait for theirs.
 __device__ __forceinline__ void fence_resets(const Plan& plan) {
-  for (int index = plan.first; index < plan.last; ++index) {
+  for (int index = first_phase(plan); index < end_phase(plan); ++index) {
     named_barrier<kPhaseBarrier, kConsumers + kWarpSize>();
     named_barrier<kResetBarrier, kConsumers + kWarpSize>();
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
@@ -228,13 +275,13 @@ __device__ __forceinline__ void copy_prefix_values(const Plan& plan, Shared& sha
 __device__ __forceinline__ void fetch_values(const Plan& plan, Shared& shared) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  const bool whole = plan.last - plan.first > 1;
-  const int count = whole ? plan.steps * LAYERS : locate(plan.first).phase == kAttend;
+  const Position only = locate(plan.phase);
+  const int count = kResident ? plan.steps * LAYERS : only.phase == kAttend;
   for (int i = 0; i < count; ++i) {
     if (i > 0) named_barrier<kValueBarrier, kConsumers + kWarpSize>();
-    copy_prefix_values(plan, shared, whole ? i % LAYERS : locate(plan.first).layer, policy);
+    copy_prefix_values(plan, shared, kResident ? i % LAYERS : only.layer, policy);
   }
-  if (whole || locate(plan.first).phase == kGateUp) named_barrier<kValueBarrier, kConsumers + kWarpSize>();
+  if (kResident || only.phase == kGateUp) named_barrier<kValueBarrier, kConsumers + kWarpSize>();
 }
 
 // -- consumer: what every phase uses -------------------------------------------------------------------------------------
@@ -243,15 +290,15 @@ struct Consumer {
   const Plan& plan;
   Shared& shared;
   WeightRing ring;
-  int index;         // of the running phase
   u32 stages = 0;    // of the ring, used up
   u32 parity;        // bit 0: of the residual's first copy in this decision; bit 1: of the layers' buffers
   float2 residual;   // the two values that this thread owns (see owned_*)
+  float4 scale, shift;  // of the next norm, for the columns of this lane
   int prefix;        // rows of the prefix that exist
   int cluster, rank, thread, warp, lane, quad, row;  // lane = row * 4 + quad
 
   __device__ __forceinline__ Consumer(const Plan& plan_, Shared& shared_, const WeightRing& ring_)
-      : plan(plan_), shared(shared_), ring(ring_), index(plan_.first) {}
+      : plan(plan_), shared(shared_), ring(ring_) {}
 
   // Who this thread is, read anew for every phase: the compiler would otherwise compute addresses of all phases in
   // advance, and has no registers for them.
@@ -267,48 +314,41 @@ struct Consumer {
   }
 
   // All consumers have prepared the operands of a phase, and what was reset in the phase before is visible to the grid.
-  __device__ __forceinline__ void phase_barrier() { named_barrier<kPhaseBarrier, kConsumers + kWarpSize>(); }
-  __device__ __forceinline__ void block_barrier() { named_barrier<kConsumerBarrier, kConsumers>(); }
+  __device__ __forceinline__ void phase_barrier() const { named_barrier<kPhaseBarrier, kConsumers + kWarpSize>(); }
+  __device__ __forceinline__ void block_barrier() const { named_barrier<kConsumerBarrier, kConsumers>(); }
 
-  // Before the first read of what another phase wrote.
-  __device__ __forceinline__ void begin() {
-    if (index == plan.first) overlap_wait();
+  // Before the first read of what another launch wrote.
+  __device__ __forceinline__ void begin() const {
+    if (!kResident) overlap_wait();
   }
 
   // After the last store of a phase.
   __device__ __forceinline__ void end() { named_barrier_arrive<kResetBarrier, kConsumers + kWarpSize>(); }
 
-  // One thread: the next round of `place` brings `bytes`.
+  // One thread: the next turn of `place` brings `bytes`.
   __device__ __forceinline__ void expect(const Place& place, u32 bytes) {
     if (thread == 0) mbarrier_expect(shared.parts + place.barrier, bytes);
   }
 
-  // All parts of the next round of `place` have come.
+  // All parts of that turn of `place` have come. One warp looks, since many that do slow down those that still multiply.
   __device__ __forceinline__ void await(const Place& place) {
-    mbarrier_wait(shared.parts + place.barrier, place.parity);
+    if (warp == kWarps - 1) mbarrier_wait(shared.parts + place.barrier, place.parity);
+    block_barrier();
   }
 
-  __device__ __forceinline__ bool single() const { return plan.last - plan.first == 1; }
   __device__ __forceinline__ int layers(const Position& at) const { return at.step * LAYERS + at.layer; }
 
-  // Where the parts of a round of the running phase go. Barriers 0, 1 and 2 count, in this order of rounds: those of
-  // project and output; of project (every second), attend and gate_up; of gate_up (every second) and down. A launch of one
-  // phase starts to count anew.
-  __device__ __forceinline__ Place place(const Position& at, int round = 0) {
-    constexpr int kP = kRoundsOf<Project>, kG = kRoundsOf<GateUp>;
-    constexpr int kUses[3] = {(kP + 1) / 2 + 1, kP / 2 + 1 + (kG + 1) / 2, kG / 2 + 1};
-    const bool second = round % 2 > 0;
-    int barrier = 0, before = 0;  // rounds of the same barrier in this layer
-    float* parts = shared.x;
-    if (at.phase == kProject && second) barrier = 1, parts = shared.y;
-    if (at.phase == kAttend) barrier = 1, parts = shared.y, before = kP / 2;
-    if (at.phase == kOutput) before = (kP + 1) / 2;
-    if (at.phase == kGateUp) barrier = 1, parts = shared.values, before = kP / 2 + 1;
-    if (at.phase == kGateUp && second)
-      barrier = 2, parts = kSecondInV ? shared.values + kGateUpFloats : shared.z, before = 0;
-    if (at.phase == kDown) barrier = 2, parts = shared.y, before = kG / 2;
-    const int uses = single() ? 0 : layers(at) * kUses[barrier] + before;
-    return {parts, barrier, static_cast<u32>(uses + round / 2) & 1};
+  // Where the parts of the running phase go. Barrier 0 counts those of project, output; 1 those of attend, gate_up; 2 those
+  // of down. A launch of one phase starts to count anew.
+  __device__ __forceinline__ Place place(const Position& at) const {
+    constexpr u32 kSecond = kResident ? 1 : 0;
+    switch (at.phase) {
+      case kProject: return {shared.x, 0, 0};
+      case kAttend: return {shared.y, 1, 0};
+      case kOutput: return {shared.x, 0, kSecond};
+      case kGateUp: return {shared.values, 1, kSecond};
+      default: return {shared.y, 2, kResident ? layers(at) & 1 : 0u};
+    }
   }
 
   // Copy 0 or 1 of the residual that was written last before, or is written in, the running phase.
@@ -339,6 +379,12 @@ struct Consumer {
 
   __device__ __forceinline__ const float* modulation(int step, int norm) const {
     return plan.modulation + static_cast<u64>(step * kModulations + norm) * 3 * kWidth;
+  }
+  // Fetches scale and shift of a norm that comes later: they come from far, and nobody should wait for them.
+  __device__ __forceinline__ void fetch_norm(int step, int norm) {
+    const float* from = modulation(step, norm) + rank * Project::kSlice + lane * 4;
+    scale = *reinterpret_cast<const float4*>(from);
+    shift = *reinterpret_cast<const float4*>(from + kWidth);
   }
 
   // The pair of residual values that this thread owns: which row, and which column (negative: none).

@@ -1,16 +1,15 @@
 // Matrix product on Hopper's warpgroup instructions (sm_90a), with the step behind it in its epilogue:
-//   out = epilogue(x @ weights^T),  x [rows, K], weights [columns, K], out [rows, ...]; sums in float32.
+//   out = epilogue(x @ weights^T),  x [rows, K], weights [outputs, K], out [rows, ...]; sums in float32.
 //
 // A tile is kColumns rows of `weights` (the instruction's M, 64 for each of two consumer warpgroups) by TILE_ROWS rows of
 // x (its N, any multiple of 8): a count of rows that is no multiple of 128 wastes little. One thread of a third
 // warpgroup streams both through a ring of stages. The grid is resident: each block works on tile after tile, the row
 // tiles of one column tile at the same time, so that a weight is fetched from memory once. The second consumer starts
-// later than the first, so that one computes its epilogue while the other keeps the tensor cores busy.
+// later than the first, so that one computes its epilogue while the other keeps the tensor cores busy. Where there are
+// few tiles, several blocks share one, each with a part of K, and write parts that the next kernel adds.
 //
-// TILE_ROWS, STAGES. FP8: x and weights are E4M3 instead of bfloat16. GEGLU: weights hold 8 gate rows, then the 8 up
-// rows of the same outputs, and so on; out bf16[rows, columns / 2] = gelu_tanh(gate) * up. Otherwise out
-// bf16[rows, columns].
-// CLUSTER 2: two blocks share the x they fetch. STAGGER 0: both consumers start at once.
+// TILE_ROWS, STAGES. FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU, OUT8, ROW_SCALE: see
+// gemm_epilogue.cuh. CLUSTER 2: two blocks share the x they fetch. STAGGER 0: both consumers start at once.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "gemm.cu is written for sm_90a: no other architecture has its matrix instructions"
 #endif
@@ -35,7 +34,8 @@
 constexpr int kGroupThreads = 128, kConsumers = 2, kThreads = kGroupThreads * (1 + kConsumers);
 constexpr int kConsumerWarps = kConsumers * kGroupThreads / kWarpSize;
 constexpr int kColumns = 64 * kConsumers;
-constexpr int kStepBytes = 128;  // of K in a stage: the width of the swizzle
+constexpr int kWeightGroups = kColumns / 8 / (GEGLU ? 2 : 1);  // of 8 outputs, in a tile
+constexpr int kStepBytes = 128;                                // of K in a stage: the width of the swizzle
 constexpr int kStep = FP8 ? kStepBytes : kStepBytes / 2;
 constexpr int kWeightBytes = kColumns * kStepBytes, kRowBytes = TILE_ROWS * kStepBytes;
 constexpr int kStageBytes = kWeightBytes + kRowBytes;
@@ -52,21 +52,32 @@ constexpr int kScalesAt = kOutAt + kConsumers * kOutBytes;
 constexpr int kBarriersAt = kScalesAt + kConsumers * TILE_ROWS * 4;
 
 struct Tile {
-  int row, column;  // counted in tiles
+  int row, column, part;  // row and column counted in tiles; part of K
+  int first, last;        // steps of this part
 };
 
-// The tiles of this block, one after the other. Blocks of a cluster have the same row tile, and neighbouring column
-// tiles.
-struct Schedule {
-  int row_tiles, total, next;
+#include "gemm_epilogue.cuh"
 
-  __device__ Schedule(int row_tiles, int column_tiles)
-      : row_tiles(row_tiles), total(row_tiles * (column_tiles / CLUSTER)), next(blockIdx.x / CLUSTER) {}
+// The tiles of this block, one after the other. Blocks of a cluster have the same row tile and part, and neighbouring
+// column tiles.
+struct Schedule {
+  int row_tiles, steps, parts, total, next;
+
+  __device__ Schedule(int row_tiles, int column_tiles, int steps, int parts)
+      : row_tiles(row_tiles),
+        steps(steps),
+        parts(parts),
+        total(row_tiles * (column_tiles / CLUSTER) * parts),
+        next(blockIdx.x / CLUSTER) {}
 
   __device__ bool take(Tile& tile) {
     if (next >= total) return false;
+    const int weights = next / row_tiles;
     tile.row = next % row_tiles;
-    tile.column = next / row_tiles * CLUSTER + (CLUSTER > 1 ? static_cast<int>(block_in_cluster()) : 0);
+    tile.column = weights / parts * CLUSTER + (CLUSTER > 1 ? static_cast<int>(block_in_cluster()) : 0);
+    tile.part = weights % parts;
+    tile.first = tile.part * steps / parts;
+    tile.last = (tile.part + 1) * steps / parts;
     next += gridDim.x / CLUSTER;
     return true;
   }
@@ -88,28 +99,58 @@ struct Place {
 __device__ __forceinline__ u32 full_barrier(u32 shared, int slot) { return shared + kBarriersAt + slot * 8; }
 __device__ __forceinline__ u32 empty_barrier(u32 shared, int slot) { return full_barrier(shared, STAGES + slot); }
 
-// One thread: all stages of all tiles.
-__device__ __forceinline__ void produce(u32 shared, const TensorMap& weights, const TensorMap& x, Schedule schedule,
-                                        int steps) {
-  const u64 once = streaming_policy(), usual = usual_policy();
-  Place at;
-  Tile tile;
-  while (schedule.take(tile)) {
-    for (int step = 0; step < steps; ++step) {
-      const u32 stage = shared + at.slot * kStageBytes, full = full_barrier(shared, at.slot);
-      barrier_wait(empty_barrier(shared, at.slot), at.parity ^ 1);
-      barrier_expect(full, kStageBytes);
-      load_box(stage, weights, step * kStep, tile.column * kColumns, full, once);
-      if (CLUSTER == 1) {
-        load_box(stage + kWeightBytes, x, step * kStep, tile.row * TILE_ROWS, full, usual);
-      } else {  // each block of the cluster fetches its part for all
-        const int part = block_in_cluster();
-        load_box_for((1 << CLUSTER) - 1, stage + kWeightBytes + part * (kRowBytes / CLUSTER), x, step * kStep,
-                     tile.row * TILE_ROWS + part * (TILE_ROWS / CLUSTER), full, usual);
-      }
-      at.advance();
+// What one thread streams into the ring.
+struct Feed {
+  u32 shared;
+  const TensorMap &weights, &x;
+  u64 once, usual;
+
+  __device__ void expect(int slot) const { barrier_expect(full_barrier(shared, slot), kStageBytes); }
+
+  // Groups of 8 weight rows; with GEGLU of 8 gate rows and the 8 up rows of the same outputs.
+  __device__ void fetch_weights(int slot, int step, const Tile& tile) const {
+    load_groups(shared + slot * kStageBytes, weights, step * kStep, tile.column * kWeightGroups,
+                full_barrier(shared, slot), once);
+  }
+
+  __device__ void fetch_x(int slot, int step, const Tile& tile) const {
+    const u32 at = shared + slot * kStageBytes + kWeightBytes, full = full_barrier(shared, slot);
+    if (CLUSTER == 1) {
+      load_box(at, x, step * kStep, tile.row * TILE_ROWS, full, usual);
+    } else {  // each block of the cluster fetches its part for all
+      const int part = block_in_cluster();
+      load_box_for((1 << CLUSTER) - 1, at + part * (kRowBytes / CLUSTER), x, step * kStep,
+                   tile.row * TILE_ROWS + part * (TILE_ROWS / CLUSTER), full, usual);
     }
   }
+};
+
+// One thread: all stages of all tiles. Unless ROW_SCALE, the kernel in front may still be making x: the weights of the
+// first stages come before that one ends.
+__device__ __forceinline__ void produce(const Feed& feed, Schedule schedule) {
+  Place at;
+  Tile tile;
+  if (!schedule.take(tile)) return;
+  const int early = ROW_SCALE ? 0 : min(STAGES, tile.last - tile.first);
+  for (int i = 0; i < early; ++i) {
+    feed.expect(i);
+    feed.fetch_weights(i, tile.first + i, tile);
+  }
+  if (!ROW_SCALE) overlap_wait();
+  for (int i = 0; i < early; ++i) {
+    feed.fetch_x(i, tile.first + i, tile);
+    at.advance();
+  }
+  tile.first += early;
+  do {
+    for (int step = tile.first; step < tile.last; ++step) {
+      barrier_wait(empty_barrier(feed.shared, at.slot), at.parity ^ 1);
+      feed.expect(at.slot);
+      feed.fetch_weights(at.slot, step, tile);
+      feed.fetch_x(at.slot, step, tile);
+      at.advance();
+    }
+  } while (schedule.take(tile));
 }
 
 // One warp of a consumer: it has read the stage, for every producer that writes to it.
@@ -147,121 +188,47 @@ __device__ __forceinline__ void accumulate(float (&sums)[TILE_ROWS / 2], u32 sha
   release(shared, before);
 }
 
-__device__ __forceinline__ void consumer_barrier(int consumer) {
-  __syncwarp();
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(kGroupThreads) : "memory");
-}
-
-// Four 8x8 matrices, transposed, to shared memory; lane l names row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices_transposed(u32 shared, const u32 (&v)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(v[0]),
-               "r"(v[1]), "r"(v[2]), "r"(v[3])
-               : "memory");
-}
-
-__device__ __forceinline__ void store_matrix_transposed(u32 shared, u32 v) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared), "r"(v) : "memory");
-}
-
-// Where 8 columns of a row stand in the staged output: rows of 64 bytes, 16-byte groups swizzled as the engine expects.
-__device__ __forceinline__ u32 staged(u32 out, int row, int group) {
-  return out + row * (kOutColumns * 2) + ((group ^ (row / 2 % 4)) << 4);
-}
-
-// Each warp writes 8 columns, group `group`, of all rows of the tile; value(m) are its two rows of matrix m.
-template <class Value>
-__device__ __forceinline__ void stage_columns(u32 out, int group, Value value) {
-  const int lane = threadIdx.x % kWarpSize;
-  constexpr int kFours = kMatrices / 4 * 4;
-#pragma unroll
-  for (int m = 0; m < kFours; m += 4) {
-    const u32 four[4] = {value(m), value(m + 1), value(m + 2), value(m + 3)};
-    store_matrices_transposed(staged(out, 8 * m + lane, group), four);
-  }
-#pragma unroll
-  for (int m = kFours; m < kMatrices; ++m) store_matrix_transposed(staged(out, 8 * m + lane % 8, group), value(m));
-}
-
-// Stores what one pass has staged; the next pass may stage again behind it.
-__device__ __forceinline__ void send(u32 out, const TensorMap& map, int column, int row, int consumer) {
-  publish_to_engine();
-  consumer_barrier(consumer);
-  if (threadIdx.x % kGroupThreads == 0) store_box(map, column, row, out);
-}
-
-__device__ __forceinline__ void await_staging(int consumer) {
-  if (threadIdx.x % kGroupThreads == 0) stores_read();
-  consumer_barrier(consumer);
-}
-
-#if GEGLU
-__device__ __forceinline__ void epilogue(float (&sums)[TILE_ROWS / 2], const float* scales, u32 out,
-                                         const TensorMap& map, Tile tile, int consumer) {
-  const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarpSize, lane = thread % kWarpSize;
-  await_staging(consumer);
-  stage_columns(out, warp, [&](int m) {
-    const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * m + 2 * (lane % 4));
-    const float* s = sums + 4 * m;  // gate of two rows, then up of both
-    return pack_bf16(gelu_tanh(s[0] * scale.x) * (s[2] * scale.x), gelu_tanh(s[1] * scale.y) * (s[3] * scale.y));
-  });
-  send(out, map, tile.column * (kColumns / 2) + consumer * kOutColumns, tile.row * TILE_ROWS, consumer);
-}
-#else
-// In two passes, as the staged output holds half of a consumer's columns: first those of warps 0 and 1.
-__device__ __forceinline__ void epilogue(float (&sums)[TILE_ROWS / 2], const float* scales, u32 out,
-                                         const TensorMap& map, Tile tile, int consumer) {
-  const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarpSize, lane = thread % kWarpSize;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    await_staging(consumer);
-    if (warp / 2 == pass) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        stage_columns(out, warp % 2 * 2 + half, [&](int m) {
-          const float2 scale = *reinterpret_cast<const float2*>(scales + 8 * m + 2 * (lane % 4));
-          const float* s = sums + 4 * m + 2 * half;
-          return pack_bf16(s[0] * scale.x, s[1] * scale.y);
-        });
-    }
-    send(out, map, tile.column * kColumns + consumer * 64 + pass * kOutColumns, tile.row * TILE_ROWS, consumer);
-  }
-}
-#endif
-
-__device__ __forceinline__ void consume(u32 shared, float* scales, const TensorMap& map, const float* scale,
-                                        Schedule schedule, int rows, int steps, int consumer) {
+__device__ __forceinline__ void consume(u32 shared, float* scales, const TensorMap& map, const Operands& operands,
+                                        Schedule schedule, int rows, int consumer) {
   const int thread = threadIdx.x % kGroupThreads;
   float sums[TILE_ROWS / 2];
   Place at;
   Tile tile;
   int scales_of = -1;
+  bool first = true;
   while (schedule.take(tile)) {
-    if (STAGGER && consumer == 1 && scales_of < 0) barrier_wait(full_barrier(shared, min(STAGES, steps) - 1), 0);
-    accumulate(sums, shared, consumer, steps, at);
-    if (scales_of < 0) overlap_wait();
-    if (tile.row != scales_of) {
+    if (STAGGER && consumer == 1 && first)
+      barrier_wait(full_barrier(shared, min(STAGES, tile.last - tile.first) - 1), 0);
+    const Outputs outputs(operands, tile, consumer);
+    accumulate(sums, shared, consumer, tile.last - tile.first, at);
+    if (ROW_SCALE && first) overlap_wait();
+    first = false;
+    if (ROW_SCALE && tile.row != scales_of) {
       consumer_barrier(consumer);
       for (int i = thread; i < TILE_ROWS; i += kGroupThreads) {
         const int row = tile.row * TILE_ROWS + i;
-        scales[i] = scale == nullptr ? 1.0f : row < rows ? scale[row] : 0.0f;
+        scales[i] = operands.scale == nullptr ? 1.0f : row < rows ? operands.scale[row] : 0.0f;
       }
       scales_of = tile.row;  // the epilogue's first barrier stands between these writes and their use
     }
-    epilogue(sums, scales, shared + kOutAt + consumer * kOutBytes, map, tile, consumer);
+    epilogue(sums, scales, outputs, shared + kOutAt + consumer * kOutBytes, map, operands, tile, rows, consumer);
   }
-  if (thread == 0) stores_done();
+  if (!OUT8 && thread == 0) stores_done();
 }
 
-// scale float32[rows] multiplies the sums of each row (null: 1). With OVERLAP, the kernel in front of this one may still
-// be making `scale`; it must not be making anything else that is read here. Boxes of the maps: weights kColumns x kStep, x
-// TILE_ROWS / CLUSTER x kStep, swizzled over 128 bytes; out TILE_ROWS x 32, over 64 bytes. K is steps * kStep. The grid
-// has at most as many blocks as there are tiles.
+// The arguments of the epilogue: see Operands. With OVERLAP, the kernel in front of this one may still be making x or,
+// with ROW_SCALE, `scale`; it must not be making anything else that is read here. K is covered by `steps` stages, each
+// part has at least one. Boxes of the maps: weights kStep x 8 x (GEGLU: 2) x kWeightGroups, x TILE_ROWS / CLUSTER x
+// kStep, swizzled over 128 bytes; out TILE_ROWS x 32, over 64 bytes. The grid has at most as many blocks as there are
+// tiles times parts.
 extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
-         const __grid_constant__ TensorMap out, const float* scale, int rows, int column_tiles, int steps) {
+         const __grid_constant__ TensorMap out, const float* scale, const float* factor, const bf16* bias,
+         const float* out_scale, unsigned char* codes, int rows, int outputs, int column_tiles, int steps, int parts,
+         int part_rows) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
-  const Schedule schedule((rows + TILE_ROWS - 1) / TILE_ROWS, column_tiles);
+  const Schedule schedule((rows + TILE_ROWS - 1) / TILE_ROWS, column_tiles, steps, parts);
   if (threadIdx.x == 0) {
     if (shared % 1024 != 0) __trap();  // or swizzle and descriptors disagree
     prefetch_map(weights);
@@ -275,14 +242,16 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (CLUSTER > 1) cluster_barrier();
+  overlap_trigger();
   const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);  // known to be one for a warp
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    if (threadIdx.x == 0) produce(shared, weights, x, schedule, steps);
+    if (threadIdx.x == 0) produce(Feed{shared, weights, x, streaming_policy(), usual_policy()}, schedule);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     float* scales = reinterpret_cast<float*>(memory + kScalesAt) + (group - 1) * TILE_ROWS;
-    consume(shared, scales, out, scale, schedule, rows, steps, group - 1);
+    consume(shared, scales, out, Operands{scale, factor, bias, out_scale, codes, outputs, part_rows}, schedule, rows,
+            group - 1);
   }
   __syncwarp();
   if (CLUSTER > 1) cluster_barrier();  // no block ends while another may still write to it

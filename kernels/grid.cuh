@@ -36,18 +36,23 @@ __device__ __forceinline__ bool written(const uint4& v) {
   return v.x != kUnwritten && v.y != kUnwritten && v.z != kUnwritten && v.w != kUnwritten;
 }
 
-// Loads COUNT pieces of 16 bytes, each as soon as all of its words have been written. `from(i)` is the address of piece
-// i, or null: nothing is loaded.
+// Loads COUNT pieces of 16 bytes as soon as all of their words have been written. `from(i)` is the address of piece i, or
+// null: nothing is loaded.
 template <int COUNT, typename From>
 __device__ __forceinline__ void poll(uint4 (&to)[COUNT], const From& from) {
+  bool all;
+  u32 spins = 0;
+  do {
+    all = true;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) to[i] = from(i) != nullptr ? load_relaxed16(from(i)) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i)
-    for (u32 spins = 0; !written(to[i]); ++spins) {
-      if (spins > kMostSpins) __trap();
-      to[i] = load_relaxed16(from(i));
+    for (int i = 0; i < COUNT; ++i) {
+      to[i] = make_uint4(0, 0, 0, 0);
+      if (from(i) != nullptr) to[i] = load_relaxed16(from(i));
     }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) all = all && written(to[i]);
+    if (++spins > kMostSpins) __trap();
+  } while (!all);
 }
 
 // Publishes one word: `value` into the copy in use, kUnwritten into the other.
@@ -88,6 +93,10 @@ __device__ __forceinline__ void send(u32 to, float first, float second, u32 barr
                : "memory");
 }
 
+__device__ __forceinline__ void send_words(u32 to, u32 first, u32 second, u32 barrier) {
+  send(to, __uint_as_float(first), __uint_as_float(second), barrier);
+}
+
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -106,10 +115,6 @@ __device__ __forceinline__ void named_barrier_arrive() {
 
 __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_arrive(u64* barrier, u32 count) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_expect(u64* barrier, u32 bytes) {
@@ -146,28 +151,52 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 
 }
 
 // One producer thread fills stages with bulk copies, in the order in which the consumers use them. Stages are numbered
-// from the start of the launch.
-template <int DEPTH, int BYTES>
+// from the start of the launch. FARTHEST: how far ahead of a stage that is still in use somebody may wait.
+template <int DEPTH, int BYTES, int FARTHEST>
 struct Ring {
   unsigned char* data;
   u64* full;
   u64* empty;
+  u32* claims;  // stages claimed so far
 
-  // Producer: fetch `bytes` from `global` as stage `number`. At most AHEAD stages are under way at once.
+  // Producer: stage `number` is free, and will hold `bytes`. At most AHEAD stages are under way at once.
   template <int AHEAD>
-  __device__ __forceinline__ void push(u32 number, const void* global, u32 bytes, u64 policy) const {
+  __device__ __forceinline__ void claim(u32 number, u32 bytes) const {
     static_assert(AHEAD <= DEPTH, "stages under way");
-    if (number >= AHEAD) wait(number - AHEAD);
+    if (number >= AHEAD) mbarrier_wait(full + (number - AHEAD) % DEPTH, (number - AHEAD) / DEPTH & 1);
     if (number >= DEPTH) mbarrier_wait(empty + number % DEPTH, (number / DEPTH - 1) & 1);
     mbarrier_expect(full + number % DEPTH, bytes);
-    bulk_copy(data + number % DEPTH * BYTES, global, bytes, full + number % DEPTH, policy);
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(claims)), "r"(number + 1) : "memory");
+  }
+
+  __device__ __forceinline__ u32 claimed() const {
+    u32 count;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(count) : "r"(shared_address(claims)) : "memory");
+    return count;
+  }
+
+  // Producer: `bytes` from `global`, to `offset` in the stage.
+  __device__ __forceinline__ void fetch(u32 number, u32 offset, const void* global, u32 bytes, u64 policy) const {
+    bulk_copy(data + number % DEPTH * BYTES + offset, global, bytes, full + number % DEPTH, policy);
   }
 
   __device__ __forceinline__ const unsigned char* stage(u32 number) const { return data + number % DEPTH * BYTES; }
 
-  __device__ __forceinline__ void wait(u32 number) const { mbarrier_wait(full + number % DEPTH, number / DEPTH & 1); }
+  // A barrier tells two uses of its stage apart, but not three: in a shallow ring the stage must have been claimed first.
+  __device__ __forceinline__ void wait(u32 number) const {
+    if (DEPTH < FARTHEST)
+      for (u32 spins = 0; claimed() <= number; ++spins)
+        if (spins > kMostSpins) __trap();
+    mbarrier_wait(full + number % DEPTH, number / DEPTH & 1);
+  }
 
-  // One lane: this warp needs `count` of the stage's shares no longer. The warp must have issued an instruction that uses
-  // what it loaded: an arrival would overtake a load that is still under way.
-  __device__ __forceinline__ void release(u32 number, u32 count) const { mbarrier_arrive(empty + number % DEPTH, count); }
+  // One lane: `count` warps need the stage no longer; `loaded` is what this one loaded last. The count is made from it,
+  // since an arrival would overtake a load that is still under way.
+  __device__ __forceinline__ void release(u32 number, u32 loaded, u32 count) const {
+    asm volatile(
+        "{\n.reg .b32 n;\nor.b32 n, %1, %2;\nmin.u32 n, n, %2;\nmbarrier.arrive.shared.b64 _, [%0], n;\n}" ::"r"(
+            shared_address(empty + number % DEPTH)),
+        "r"(loaded), "r"(count)
+        : "memory");
+  }
 };

@@ -96,7 +96,18 @@ __device__ __forceinline__ void load_box(u32 shared, const TensorMap& map, int c
       : "memory");
 }
 
-// The same into several blocks of the cluster (bits of `blocks`), at the same place of each, completing on the
+// The same for rows in groups: box at (column, 0, 0, group) of a matrix that the map cuts in four dimensions, see
+// flashrt_ros/ops/cuda/tensor_map.py.
+__device__ __forceinline__ void load_groups(u32 shared, const TensorMap& map, int column, int group, u32 barrier,
+                                            u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %6, %6, %3}], [%4], %5;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(group), "r"(barrier), "l"(policy), "r"(0)
+      : "memory");
+}
+
+// A box into several blocks of the cluster (bits of `blocks`), at the same place of each, completing on the
 // barrier at the same place of each.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, u32 shared, const TensorMap& map, int column,
                                              int row, u32 barrier, u64 policy) {

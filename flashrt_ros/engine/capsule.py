@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ class Tier(StrEnum):
     HOST = "host"
 
 
-@dataclass(frozen=True)
-class SessionState:
+class SessionState(NamedTuple):
     """Everything about a session that is not in its regions.
 
     `unfilled` names the input windows that had to be filled before a stage might read them. They still have to be after

@@ -224,15 +224,23 @@ class _RefusedError(EngineError):
 
 
 class _Lent:
-    """A window in the hands of C code; the session is held by it."""
+    """A window in the hands of C code; the session is held by it, at most until nobody holds this."""
+
+    _held: AbstractContextManager[Filling] | None = None
 
     def __init__(self, index: int, held: AbstractContextManager[Filling]) -> None:
-        self.index, self._held = index, held
+        self.index = index
         self.filling = held.__enter__()
+        self._held = held
 
     def give_back(self, *, torn: bool = False) -> None:
-        error = EngineError("the window was taken back before it was filled") if torn else None
-        self._held.__exit__(None if error is None else type(error), error, None)
+        held, self._held = self._held, None
+        if held is not None:
+            error = EngineError("the window was taken back before it was filled") if torn else None
+            held.__exit__(None if error is None else type(error), error, None)
+
+    def __del__(self) -> None:
+        self.give_back(torn=True)
 
 
 def _require_pointer(name: str, pointer: object) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from .driver import LIBRARY
 from .errors import DeviceError
 from .windows import is_integrated
 
 OLDEST = (8, 7)
 """Lowest compute capability that a session runs on: Jetson Orin's."""
-_DRIVER_LIBRARY = "libcuda.so.1"
 _MEMORY_INFO = Path("/proc/meminfo")
 
 
@@ -57,7 +57,7 @@ def unusable(index: int, facts: CudaFacts) -> str:
     if facts.built_for is None:
         return f"this torch ({torch.__version__}) was built without CUDA; install a CUDA build of torch"
     if facts.driver is None:
-        return f"there is no NVIDIA driver ({_DRIVER_LIBRARY} cannot be loaded); install one, give a container the GPU"
+        return f"there is no NVIDIA driver ({LIBRARY} cannot be loaded); install one, give a container the GPU"
     if facts.driver[0] < int(facts.built_for.split(".", maxsplit=1)[0]):
         return (
             f"the NVIDIA driver is too old: it supports CUDA {_dotted(facts.driver)}, and this torch "
@@ -84,7 +84,7 @@ def cuda_facts(index: int) -> CudaFacts:
 def driver_version() -> tuple[int, int] | None:
     """CUDA version that the NVIDIA driver supports, as (major, minor); None if there is no driver."""
     try:
-        library = ctypes.CDLL(_DRIVER_LIBRARY)
+        library = ctypes.CDLL(LIBRARY)
         version = ctypes.c_int()
         status = library.cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):

@@ -28,6 +28,7 @@ from .arena import arena_offsets
 from .capsule import Capsule, SessionState, Tier
 from .errors import CapsuleFileError, CapsuleStorageError, DiskFullError, ForeignFileError, ReadOnlyError
 from .layout import Layout, live_layout
+from .noise import state_bytes
 from .payload import PIECE, PayloadReading, digest
 from .versions import LedgerState
 
@@ -245,6 +246,8 @@ def _rebuild(
     total = len(payload.block) + len(payload.generator)
     if {key: tuple(entry["data_offsets"]) for key, entry in tensors.items()} != _ranges(layout, total):
         raise CapsuleFileError(path, "regions", "truncated, or the tensor table does not fit the contract")
+    if len(payload.generator) != state_bytes():
+        raise CapsuleFileError(path, "generator", f"its {len(payload.generator)} bytes are no state of a generator")
     if manifest["sha256"] != payload.digest():
         raise CapsuleFileError(path, "sha256", "the payload was altered")
     consumed = {key: None if seen is None else tuple(seen) for key, seen in manifest["consumed"].items()}

@@ -70,6 +70,10 @@ class DeviceError(EngineError):
     """The device that was asked for is missing or unusable."""
 
 
+class DriverError(DeviceError):
+    """The GPU's driver refused what was to be enqueued."""
+
+
 class CapsuleError(EngineError):
     """A capsule could not be saved, found, restored or written; the session is as if it had not been asked."""
 

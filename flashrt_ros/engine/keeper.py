@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -12,6 +12,7 @@ from .arena import Arena
 from .capsule import Parked, SessionState
 from .copier import CopyRegions, RegionCopier
 from .layout import Layout, live_layout
+from .noise import Noise
 from .versions import VersionLedger
 from .windows import Window
 
@@ -30,13 +31,13 @@ class StateKeeper:
         arena: Arena,
         ledger: VersionLedger,
         windows: Mapping[str, Window],
-        extents: MutableMapping[str, int],
-        generator: torch.Generator,
-        notes: MutableMapping[str, str],
+        extents: dict[str, int],
+        noise: Noise,
+        notes: dict[str, str],
         copy_regions: CopyRegions,
     ) -> None:
         self._contract, self._arena, self._ledger = contract, arena, ledger
-        self._extents, self._generator, self._notes = extents, generator, notes
+        self._extents, self._noise, self._notes = extents, noise, notes
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._copier = RegionCopier(arena.storage, self.largest().nbytes, copy_regions)
         self._segments_of = _segments_of(contract)
@@ -93,9 +94,9 @@ class StateKeeper:
     def _state(self, unfilled: AbstractSet[str]) -> SessionState:
         return SessionState(
             ledger=self._ledger.save(),
-            extents=dict(self._extents),
-            generator=self._generator.get_state(),
-            notes=dict(self._notes),
+            extents=self._extents.copy(),
+            generator=self._noise.state,
+            notes=self._notes.copy(),
             unfilled=frozenset(unfilled),
         )
 
@@ -107,7 +108,7 @@ class StateKeeper:
         for window in self._mirrored:
             window.mark_outdated()
         self._extents.update(state.extents)
-        self._generator.set_state(state.generator)
+        self._noise.go_back(state.generator)
         self._notes.clear()
         self._notes.update(state.notes)
         foreign = self._ledger.load(state.ledger)

@@ -120,4 +120,6 @@ class StateSaving(ABC):
         with self._exclusively("restore"):
             self._require_configured()
             foreign = self._keeper.load(state, layout, block)
-            self._unfilled = self._keeper.unfilled(foreign)
+            unfilled = self._keeper.unfilled(foreign)
+            self._unfilled.clear()
+            self._unfilled.update(unfilled)

@@ -22,8 +22,10 @@ from .errors import (
     UnfilledWindowError,
     WindowError,
 )
+from .filling import FillingBlock
 from .graphs import GraphSet, StageBody
 from .keeper import StateKeeper, static_without_writer
+from .noise import Noise
 from .saving import StateSaving
 from .store import CapsuleStore
 from .turn import Turn
@@ -61,7 +63,7 @@ class Session(StateSaving):
         self.contract = contract
         self.device = resolve_device(device)
         self._arena: Arena | None = Arena(contract, self.device)
-        self.generator = torch.Generator().manual_seed(seed)
+        self._noise = Noise(seed)
         self.extents: dict[str, int] = {extent.name: 0 for extent in contract.extents}
         self.counts: Counter[str] = Counter({stage.name: 0 for stage in contract.stages})
         self.stale_refusals = 0
@@ -69,12 +71,15 @@ class Session(StateSaving):
         self._capsules = capsules
         self._bodies = bodies
         self._order = tuple(stage.name for stage in contract.order)
+        self._variants = dict.fromkeys(variant.name for variant in contract.variants)
+        self._maxima = {extent.name: extent.maximum for extent in contract.extents}
         self._following: dict[str, frozenset[str]] = {}
         self._windows: dict[str, Window] = open_windows(contract, self.arena, choose_path(self.device, windows))
+        self._inputs = {name: window for name, window in self._windows.items() if window.buffer.filled_by_host}
         self._in_flight = {stage.name: self._read_in_place(stage) for stage in contract.stages}
         self._ledger = VersionLedger(contract, contract.variants[0].name)
         self._keeper = StateKeeper(
-            contract, self.arena, self._ledger, self._windows, self.extents, self.generator, self.notes, copy_regions
+            contract, self.arena, self._ledger, self._windows, self.extents, self._noise, self.notes, copy_regions
         )
         self._unfilled = self._keeper.unfilled(set())
         self._graphs: GraphSet | None = None
@@ -120,38 +125,28 @@ class Session(StateSaving):
         with self._exclusively("close"):
             self._closed = True
             self._graphs = None
-            self._windows, self._in_flight = {}, {}
+            windows, self._windows, self._inputs, self._in_flight = self._windows, {}, {}, {}
             self._bodies = {}
             del self._keeper
             self._arena = None
+            for window in windows.values():
+                window.wait()  # then its memory goes, and may be handed out again at once
 
     # -- filling ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def window(self, name: str, rows: int | None = None) -> Iterator[np.ndarray]:
-        """Yield the host memory of window `name` to be written in place; leaving the block makes readers stale.
+    def window(self, name: str, rows: int | None = None) -> FillingBlock[np.ndarray]:
+        """`with` gives the host memory of window `name` to be written in place; its end makes readers stale.
 
         Args:
-            rows: only the first `rows` rows of axis 0 are yielded and sent to the device; all by default.
+            rows: only the first `rows` rows of axis 0 are given and sent to the device; all by default.
         """
-        with self.filling(name, rows) as filling:
-            yield filling.array
+        filling = Filling(self._input_window(name), rows)
+        return FillingBlock(filling, filling.array, self._driving, self._ledger, self._unfilled)
 
-    @contextmanager
-    def filling(self, name: str, rows: int | None = None) -> Iterator[Filling]:
+    def filling(self, name: str, rows: int | None = None) -> FillingBlock[Filling]:
         """Like `window`, for a writer that learns only while it writes how many rows there are: it sets `rows`."""
-        window = self._input_window(name)
-        filling = Filling(window, rows)
-        with self._exclusively(f"fill '{name}'"):
-            window.wait()
-            window.refresh()
-            self._unfilled.add(name)  # a block that breaks off leaves a torn window, which no stage may read
-            try:
-                yield filling
-            finally:
-                self._ledger.bump(name)
-                window.upload(filling.rows)
-            self._unfilled.discard(name)
+        filling = Filling(self._input_window(name), rows)
+        return FillingBlock(filling, filling, self._driving, self._ledger, self._unfilled)
 
     def fill(self, name: str, value: np.ndarray) -> None:
         """Copy `value` (exact shape and dtype) into window `name`, once."""
@@ -165,22 +160,22 @@ class Session(StateSaving):
         if window.tensor.dtype is not torch.float32:
             raise WindowError(f"window '{name}' is {window.tensor.dtype}, noise is drawn into float32 windows only")
         with self.window(name):
-            window.tensor.normal_(generator=self.generator)
+            self._noise.draw(window.tensor)
 
     def seed(self, seed: int) -> None:
         """Restart the noise generator."""
-        self.generator.manual_seed(seed)
+        self._noise.seed(seed)
 
     def select(self, variant: str) -> None:
         """Choose the shape key of the next replays; UncapturedShapeError if it was not captured."""
-        if not any(known.name == variant for known in self.contract.variants):
-            captured = ", ".join(known.name for known in self.contract.variants)
+        if variant not in self._variants:
+            captured = ", ".join(self._variants)
             raise UncapturedShapeError(f"shape '{variant}' was not captured; captured at configure: {captured}")
         self._ledger.variant = variant
 
     def set_extent(self, name: str, value: int) -> None:
         """Say how many rows of extent `name` are live."""
-        maximum = self.contract.extent(name).maximum
+        maximum = self._maxima.get(name) or self.contract.extent(name).maximum
         if not 0 <= value <= maximum:
             raise WindowError(f"extent '{name}' is {value}, expected 0 to {maximum}")
         if self.extents[name] != value:
@@ -224,20 +219,20 @@ class Session(StateSaving):
 
         bfloat16 and float8 buffers are returned as float32, which represents every value of theirs.
         """
-        with self.reading(name) as tensor:
-            window = self._windows.get(name)
-            return window.read() if window is not None else host_copy(tensor)
+        window = self._windows.get(name)
+        if window is None:
+            with self.reading(name) as tensor:
+                return host_copy(tensor)
+        with self._exclusively(f"read '{name}'"):
+            self._require_fresh(name)
+            return window.read()
 
     @contextmanager
     def reading(self, name: str) -> Iterator[torch.Tensor]:
         """Yield buffer `name` as it is on the device, while nothing else drives; StaleInputError as of `read`."""
         self.contract.buffer(name)
         with self._exclusively(f"read '{name}'"):
-            try:
-                self._ledger.require_fresh(name)
-            except EngineError:
-                self.stale_refusals += 1
-                raise
+            self._require_fresh(name)
             yield self.arena[name]
 
     # -- asking ----------------------------------------------------------------------------------------------------
@@ -283,6 +278,10 @@ class Session(StateSaving):
         """A copy of every buffer's version."""
         return dict(self._ledger.versions)
 
+    def content(self, name: str) -> int:
+        """A number for what buffer `name` holds. Where two of this process are equal, so are the bytes."""
+        return self._ledger.contents[self.contract.buffer(name).name]
+
     @property
     def fingerprint(self) -> str:
         """The contract's fingerprint."""
@@ -294,6 +293,13 @@ class Session(StateSaving):
         return self._ledger.is_stale(stage)
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _require_fresh(self, name: str) -> None:
+        try:
+            self._ledger.require_fresh(name)
+        except EngineError:
+            self.stale_refusals += 1
+            raise
 
     def _run(self, stage: str) -> None:
         graphs = self._require_configured()
@@ -321,13 +327,14 @@ class Session(StateSaving):
         return found
 
     def _input_window(self, name: str) -> Window:
-        self._require_open()
-        if not self.contract.buffer(name).filled_by_host:
+        window = self._inputs.get(name)
+        if window is None:
+            self._require_open()
             role = self.contract.buffer(name).role.name
             writers = ", ".join(s.name for s in self.contract.writers.get(name, ()))
             owner = f"written by stage {writers}" if writers else "prepared before configure"
             raise RoleError(f"'{name}' is a {role} buffer {owner}; the host fills SWAP windows only")
-        return self._windows[name]
+        return window
 
     def _require_configured(self) -> GraphSet:
         if self._graphs is None:

@@ -14,10 +14,14 @@ class Turn:
         self._lock = threading.Lock()
 
     def begin(self, action: str) -> Turn:
-        """Take the turn, which leaving the context gives back; BusyError if it is taken."""
-        if not self._lock.acquire(blocking=False):
+        """Take the turn, which `end` or leaving the context gives back; BusyError if it is taken."""
+        if not self._lock.acquire(False):
             raise BusyError(f"cannot {action}: the session is being driven already (by a thread, stage or open window)")
         return self
+
+    def end(self) -> None:
+        """Give the turn back."""
+        self._lock.release()
 
     def __enter__(self) -> None:
         return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from ..contract import Contract, Rate, Role, Stage
 from ..contract.graph import rate_of
@@ -13,8 +13,7 @@ from .errors import StaleInputError, StaleVariantError
 _content_ids = count(1)  # unique in the process: two buffers with equal ids hold equal bytes
 
 
-@dataclass(frozen=True)
-class LedgerState:
+class LedgerState(NamedTuple):
     """What a ledger knew at one moment. `contents` is empty in a state that came from another process."""
 
     versions: Mapping[str, int]

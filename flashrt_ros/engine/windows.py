@@ -9,6 +9,7 @@ import torch
 
 from ..contract import Buffer, Contract, Role
 from .arena import Arena
+from .device_queue import NOWHERE, DeviceQueue
 from .dtypes import TORCH_DTYPE
 from .errors import DeviceError, WindowError
 
@@ -51,36 +52,46 @@ class Window:
 
     Args:
         stages_read: the tensor that the stages see; the host's own memory unless `path` is PINNED.
+        queue: of the device; None on a CPU.
     """
 
-    def __init__(self, buffer: Buffer, stages_read: torch.Tensor, host: torch.Tensor, path: WindowPath) -> None:
+    def __init__(
+        self,
+        buffer: Buffer,
+        stages_read: torch.Tensor,
+        host: torch.Tensor,
+        path: WindowPath,
+        queue: DeviceQueue | None = None,
+    ) -> None:
         self.buffer, self.path, self.tensor = buffer, path, host
         self.in_place = path is not WindowPath.PINNED
         self.array: np.ndarray = host.numpy()
-        self._device_tensor = stages_read
-        self._device = stages_read.device
-        self._sent = (stages_read, host)  # what `upload` copied last, so that it is sliced anew only for other rows
+        self._device_tensor = stages_read  # kept alive, as the driver is given its address
+        self._addresses = stages_read.data_ptr(), host.data_ptr()
+        self._row_bytes = host[0].nbytes
         self._outdated = False
-        self._released = None if path is WindowPath.HOST else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._queue = queue
+        self._released = NOWHERE
+        if queue is not None:
+            self._event = queue.new_event()
+            self._event_handle = self._event.cuda_event
 
     def upload(self, rows: int) -> None:
         """Send the first `rows` rows to the device."""
-        if self._released is None or self.in_place:
+        if self._queue is None or self.in_place:
             return
-        if len(self._sent[0]) != rows:
-            self._sent = self._device_tensor[:rows], self.tensor[:rows]
-        self._sent[0].copy_(self._sent[1], non_blocking=True)
-        self._released.record()
+        self._queue.upload(*self._addresses, rows * self._row_bytes)
+        self._released = self._queue.mark(self._event_handle)
 
     def mark_read(self) -> None:
         """A stage that reads host memory in place was enqueued on the current stream."""
-        if self._released is not None:
-            self._released.record()
+        if self._queue is not None:
+            self._released = self._queue.mark(self._event_handle)
 
     def wait(self) -> None:
         """Block until host memory may be overwritten."""
-        if self._released is not None:
-            self._released.synchronize()
+        if self._queue is not None and not self._queue.is_done(self._released):
+            self._event.synchronize()
 
     def mark_outdated(self) -> None:
         """The device's side was changed by a restore; the host's side follows when it is next edited or read."""
@@ -93,12 +104,13 @@ class Window:
 
     def download(self) -> None:
         """Bring the window's content to host memory and wait for it."""
-        if self.path is WindowPath.HOST:
+        if self._queue is None:
             return
         if not self.in_place:
-            self.tensor.copy_(self._device_tensor, non_blocking=True)
+            device, host = self._addresses
+            self._queue.download(host, device, self.tensor.nbytes)
             self._outdated = False
-        torch.cuda.current_stream(self._device).synchronize()
+        self._queue.finish()
 
     def read(self) -> np.ndarray:
         """A copy of the window's content. What the host itself wrote is there without asking the device."""
@@ -117,7 +129,7 @@ class Filling:
     """
 
     def __init__(self, window: Window, rows: int | None = None) -> None:
-        self._window = window
+        self.window = window
         self.rows = len(window.array) if rows is None else rows
 
     @property
@@ -127,16 +139,16 @@ class Filling:
 
     @rows.setter
     def rows(self, count: int) -> None:
-        capacity = len(self._window.array)
+        capacity = len(self.window.array)
         if not 0 < count <= capacity:
-            name = self._window.buffer.name
+            name = self.window.buffer.name
             raise WindowError(f"window '{name}' has {capacity} rows, cannot fill {count}; fill 1 to {capacity}")
         self._rows = count
 
     @property
     def array(self) -> np.ndarray:
         """The host memory of those rows, to be written."""
-        return self._window.array[: self._rows]
+        return self.window.array[: self._rows]
 
 
 def open_windows(contract: Contract, arena: Arena, path: WindowPath) -> dict[str, Window]:
@@ -146,22 +158,23 @@ def open_windows(contract: Contract, arena: Arena, path: WindowPath) -> dict[str
     the few bytes of those keep their upload.
     """
     saved = {region.buffer for region in contract.regions}
+    queue = None if path is WindowPath.HOST else DeviceQueue(arena.storage.device)
     return {
-        b.name: _open(b, arena, WindowPath.PINNED if path is WindowPath.MAPPED and b.name in saved else path)
+        b.name: _open(b, arena, WindowPath.PINNED if path is WindowPath.MAPPED and b.name in saved else path, queue)
         for b in contract.buffers
         if b.role is Role.SWAP
     }
 
 
-def _open(buffer: Buffer, arena: Arena, path: WindowPath) -> Window:
+def _open(buffer: Buffer, arena: Arena, path: WindowPath, queue: DeviceQueue | None) -> Window:
     device_tensor = arena[buffer.name]
-    if path is WindowPath.HOST:
+    if queue is None:
         return Window(buffer, device_tensor, device_tensor, path)
     host = torch.zeros(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], pin_memory=True)
     if path is WindowPath.MAPPED:
         device_tensor = _device_view(buffer, host, device_tensor.device)
         arena.place(buffer.name, device_tensor)
-    return Window(buffer, device_tensor, host, path)
+    return Window(buffer, device_tensor, host, path, queue)
 
 
 def checked(window: Window, value: np.ndarray) -> np.ndarray:

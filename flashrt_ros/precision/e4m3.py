@@ -14,6 +14,7 @@ from .errors import PrecisionError
 LARGEST = 448.0
 SMALLEST = 2.0**-9  # the smallest value above zero
 _LEAST_SCALE = 2.0**-100  # far below any activation; keeps the reciprocal of a scale finite
+_ROWS = 2048  # of a weight at a time, so that a large table needs little memory
 
 
 def encode(x: Tensor) -> Tensor:
@@ -57,9 +58,12 @@ def quantise_weight(weight: Tensor, *, by_channel: bool) -> tuple[Tensor, Tensor
     Raises:
         PrecisionError: the matrix holds a value that is not finite.
     """
-    magnitude = weight.float().abs()
-    largest = magnitude.amax(1) if by_channel else magnitude.amax().reshape(1)
+    parts = torch.split(weight, _ROWS)
+    largest = torch.cat([part.float().abs().amax(1) for part in parts])
+    if not by_channel:
+        largest = largest.amax().reshape(1)
     if not bool(largest.isfinite().all()):
         raise PrecisionError("the weight holds a value that is not finite, so no scale fits it; check the checkpoint")
     scales = scale_for(largest)
-    return quantise(weight, scales[:, None] if by_channel else scales), scales
+    by_part = torch.split(scales[:, None], _ROWS) if by_channel else (scales,) * len(parts)
+    return torch.cat([quantise(part, scale) for part, scale in zip(parts, by_part, strict=True)]), scales

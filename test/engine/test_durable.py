@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -30,7 +31,7 @@ from flashrt_ros.engine import (
     UnfilledWindowError,
     UnknownCapsuleError,
 )
-from flashrt_ros.engine.durable import storage_error
+from flashrt_ros.engine.durable import save_capsule, storage_error
 
 from ..contract.builders import IDENTITY, make_contract
 from .test_capsules import acted, continuation
@@ -214,6 +215,18 @@ class TestDamage:
         with pytest.raises(error) as caught:
             folder.load("task")
         assert caught.value.field in (field, "manifest", "regions")
+
+    @pytest.mark.parametrize("surplus", [b"\0" * 8, b""])
+    def test_a_noise_state_of_another_size_is_refused(self, folder: CapsuleFolder, surplus: bytes) -> None:
+        session, path = saved(folder)
+        capsule = session.capsules.get("task")
+        state = capsule.state.generator.numpy().tobytes()
+        other = torch.frombuffer(bytearray(state + surplus if surplus else state[:-8]), dtype=torch.uint8)
+        altered = dataclasses.replace(capsule, state=capsule.state._replace(generator=other))
+        save_capsule(altered, path)
+        with pytest.raises(CapsuleFileError, match=f"its {len(other)} bytes are no state of a generator") as caught:
+            folder.load("task")
+        assert caught.value.field == "generator"
 
     def test_a_manifest_altered_by_hand_is_noticed(self, folder: CapsuleFolder) -> None:
         _, path = saved(folder)

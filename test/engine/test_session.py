@@ -14,6 +14,7 @@ from flashrt_ros.contract import (
     Variant,
 )
 from flashrt_ros.engine import (
+    BusyError,
     RoleError,
     Session,
     StaleInputError,
@@ -280,3 +281,30 @@ def test_a_stage_that_fails_is_replayed_again_with_all_that_follows() -> None:
         session.read("actions")
     hot = False
     assert session.act() == ("context", "action")
+
+
+def test_equal_content_numbers_mean_equal_bytes() -> None:
+    session = make_session()
+    session.act()
+    session.snapshot("here")
+    before = {name: session.content(name) for name in session.arena}
+    session.fill("tokens", tokens(9, 9, 9, 9))
+    assert session.content("tokens") != before["tokens"]
+    assert session.content("image") == before["image"]
+    session.act()
+    assert session.content("kv") != before["kv"]
+    session.restore("here")
+    assert session.content("kv") == before["kv"]
+    assert make_session().content("kv") not in before.values()
+    with pytest.raises(ContractError, match="unknown buffer 'token'; did you mean 'tokens'"):
+        session.content("token")
+
+
+def test_a_window_that_is_being_filled_keeps_others_out_until_it_ends() -> None:
+    session = make_session()
+    with session.window("image"):
+        with pytest.raises(BusyError, match="cannot fill 'tokens'"), session.window("tokens"):
+            raise AssertionError("the block must not run")
+        with pytest.raises(BusyError, match="cannot read 'noise'"):
+            session.read("noise")
+    session.fill("tokens", tokens(1, 2, 3, 4))

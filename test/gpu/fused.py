@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,15 @@ from flashrt_ros.ops import reference_ops
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.plan import build_contract, image_buffer
 from flashrt_ros.policies.pi05.seeded import seeded_tensors
+from flashrt_ros.policies.pi05.sites import foldable_sites, site_matrices
 from flashrt_ros.policies.pi05.source import MemorySource
 from flashrt_ros.policies.pi05.stages import Pi05Stages
+from flashrt_ros.policies.pi05.tiers import ChosenTier, pack_weights, tier_key
 from flashrt_ros.policies.pi05.weights import Pi05Weights, load_weights
+from flashrt_ros.precision.calibrating import calibrate, choose_multipliers
+from flashrt_ros.precision.observe import Observer
+from flashrt_ros.precision.ops import tier_ops
+from flashrt_ros.precision.tier import Tier
 
 NEEDS_KERNELS = [
     pytest.mark.gpu,
@@ -87,7 +94,28 @@ def model(dtype: str = "bfloat16", chunk: int = 10) -> Model:
 
 def reference(made: Model) -> Pi05Stages:
     """The stages in PyTorch."""
-    return Pi05Stages(made.config, made.weights, reference_ops())
+    return Pi05Stages(made.config, made.weights, tier_ops(reference_ops()))
+
+
+def in_tier(tier: Tier, seeds: tuple[int, ...] = (11, 12)) -> Model:
+    """The model in `tier`, calibrated on the windows of these seeds."""
+    made, observer = model(), Observer()
+    watched = Pi05Stages(made.config, made.weights, observer.ops(reference_ops()))
+    matrices = site_matrices(made.weights)
+    calls = {site: len(seeds) * (made.config.steps if site.startswith("expert.") else 1) for site in matrices}
+    observer.watch(matrices, calls)
+    key = tier_key(made.config, tier, made.contract.identity)
+    for seed in seeds:
+        decide(watched, made, seed)
+    seen = {site: matrix for site, matrix in matrices.items() if site in observer.ranges}
+    with torch.inference_mode():
+        choices = choose_multipliers(observer, seen, key.formats, foldable_sites(made.config))
+    observer.multipliers = {site: c.multiplier for site, c in choices.items() if c.multiplier is not None}
+    for seed in seeds:
+        decide(watched, made, seed)
+    chosen = ChosenTier(tier, key.formats, Path(), calibrate(observer, choices, key, protocol={}))
+    weights = pack_weights(made.weights, chosen)
+    return Model(made.config, replace(made.contract, formats=key.formats), weights)
 
 
 def decide(stages: Pi05Stages, made: Model, seed: int = 0, tokens: int = 190) -> dict[str, Tensor]:

@@ -79,6 +79,25 @@ def test_a_whole_call_becomes_one_graph_and_keeps_its_random_numbers(model: nn.M
     assert bits(model) == state
 
 
+def test_changed_weights_run_the_original() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = nn.Sequential(*layers).to(DEVICE).eval()
+    with accelerate(model, INPUTS, gates=GATES) as report, torch.no_grad():
+        assert "cuda_graph" in report.kept
+        tally = next(tally for tally in report.tallies if tally.site == "(the model)")
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        changed = model(INPUTS[0])
+        assert dict(tally.misses) == {"weights were changed in place": 1}
+        moved = model.cpu().to(DEVICE)(INPUTS[0])
+        assert tally.misses["weights were moved or converted"] == 1
+    with torch.no_grad():
+        expected = model(INPUTS[0])
+    torch.testing.assert_close(changed, expected)
+    torch.testing.assert_close(moved, expected)
+
+
 def test_results_of_a_graph_are_the_callers_own(model: nn.Module) -> None:
     call = CapturedCall(model, ((INPUTS[0],), {}), DEVICE)
     first = call(INPUTS[0])
@@ -109,6 +128,19 @@ def test_threads_and_streams_do_not_see_each_others_inputs() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_by_any_of_torchs_backends_is_captured(dtype: torch.dtype, masked: bool) -> None:
+    def attend(x: Tensor) -> Tensor:
+        mask = torch.ones(48, 48, device=x.device, dtype=torch.bool).tril() if masked else None
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    inputs = [draw(1, 4, 48, 72, seed=seed, dtype=dtype) for seed in range(2)]
+    call = CapturedCall(attend, ((inputs[0],), {}), DEVICE)
+    for x in inputs:
+        assert torch.equal(call(x), attend(x))
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import numpy as np
@@ -70,6 +71,43 @@ def test_a_window_is_not_overwritten_while_a_replay_reads_it(path: WindowPath) -
     np.testing.assert_allclose(seen, expected(image(1), tokens(5, 6, 7, 8), noise), rtol=1e-6)
     session.act()
     np.testing.assert_allclose(session.read("actions"), expected(image(200), tokens(5, 6, 7, 8), noise), rtol=1e-6)
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_a_thread_that_never_used_the_device_can_fill_and_read(path: WindowPath) -> None:
+    session, found = session_of(path), list[np.ndarray]()
+    noise = session.read("noise")
+
+    def drive() -> None:
+        session.fill("image", image(9))
+        session.act()
+        found.append(session.read("actions"))
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    thread.join()
+    np.testing.assert_allclose(found[0], expected(image(9), tokens(5, 6, 7, 8), noise), rtol=1e-6)
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_another_stream_does_not_make_a_window_forget_what_still_reads_it(path: WindowPath) -> None:
+    session = session_of(path, {**BODIES, "context": slow_context})
+    noise = session.read("noise")
+    session.act()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        session.read("actions")  # finishes this stream, which says nothing of the one that replays
+    session.fill("image", image(200))
+    seen = session.arena["actions"].cpu().numpy()
+    np.testing.assert_allclose(seen, expected(image(1), tokens(5, 6, 7, 8), noise), rtol=1e-6)
+
+
+def test_a_part_of_a_window_is_uploaded_alone() -> None:
+    session = session_of(WindowPath.PINNED)
+    with session.window("image", rows=3) as part:
+        part[:] = 200
+    assert session.arena["image"].cpu().tolist() == [200, 200, 200, 1, 1, 1, 1, 1]
+    session.fill("image", image(7))
+    assert session.arena["image"].cpu().tolist() == [7] * 8
 
 
 @pytest.mark.parametrize("path", BOTH)

@@ -21,7 +21,7 @@ def expert_source(rows: int, capacity: int, clusters: int, **more: int) -> Kerne
     keys = keys_of_a_block(capacity, rows)
     stages, nbytes = shared_layout(rows, keys, clusters, 232448)
     sizes = {"ROWS": rows, "KEYS": keys, "STAGES": stages, "SHARED_BYTES": nbytes, "CLUSTERS": clusters}
-    return KernelSource("expert", {**sizes, "LAYERS": 18, **more})
+    return KernelSource("expert", {**sizes, "LAYERS": 18, "RESIDENT": 1, "OVERLAP": 0, **more})
 
 
 ARCHITECTURES = ("sm_90a", "sm_110a", "sm_120a")
@@ -29,22 +29,30 @@ PREFIX = {"WIDTH": 2048, "HEADS": 8, "HEAD_DIM": 256, "HIDDEN": 16384}
 SOURCES = (
     KernelSource("norms", {"COLS": 1152}),
     KernelSource("norms", {"COLS": 1024, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 2048, "QUANTISED": 1, "OVERLAP": 1}),
+    KernelSource("quantise", {"OVERLAP": 1}),
     KernelSource("pixels", {"GRID": 16, "PATCH": 14, "LEADING": 592}),
     KernelSource("prefix", {**PREFIX, "WITH_QUERY": 1}),
     KernelSource("prefix", {**PREFIX, "WITH_QUERY": 0, "OVERLAP": 1}),
     expert_source(rows=10, capacity=712, clusters=15),
-    expert_source(rows=50, capacity=968, clusters=15, OVERLAP=1),
+    expert_source(rows=50, capacity=968, clusters=15),
+    expert_source(rows=10, capacity=712, clusters=15, RESIDENT=0, OVERLAP=1),
     expert_source(rows=30, capacity=712, clusters=12),
     expert_source(rows=1, capacity=712, clusters=3),
     CAPSULE,
 )
 HOPPER = (
     product_source({"TILE_ROWS": 240}),
-    product_source({"TILE_ROWS": 240, "GEGLU": 1, "OVERLAP": 1}),
-    product_source({"TILE_ROWS": 248, "GEGLU": 1, "STAGGER": 0}),
+    product_source({"TILE_ROWS": 240, "GEGLU": 1, "ROW_SCALE": 1, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 248, "GEGLU": 1, "ROW_SCALE": 1, "STAGGER": 0}),
     product_source({"TILE_ROWS": 256, "GEGLU": 1, "CLUSTER": 2}),
     product_source({"TILE_ROWS": 8, "GEGLU": 1}),
-    product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1}),
+    product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1, "OUT8": 1, "CLUSTER": 2, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 176, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 5, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 128, "FP8": 1, "STAGES": 6}),
+    product_source({"TILE_ROWS": 184, "FP8": 1, "STAGES": 5, "STAGGER": 0, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 64, "FP8": 1, "STAGES": 8, "STAGGER": 0}),
+    product_source({"TILE_ROWS": 144, "GELU": 1}),
 )
 
 FP4 = (

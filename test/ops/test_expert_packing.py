@@ -10,18 +10,18 @@ from flashrt_ros.ops.cuda.errors import KernelError
 from flashrt_ros.ops.cuda.expert import alternate_tiles, keys_of_a_block, pack, pack_tiles, rotary_pairs, shared_layout
 
 
-@pytest.mark.parametrize("pieces", [8, 16])
-def test_a_tile_holds_eight_outputs_in_the_order_of_the_lanes(pieces: int) -> None:
+def test_a_tile_holds_matrices_of_eight_outputs_by_eight_inputs() -> None:
     layers, outputs, inputs = 2, 24, 2048
     weight = torch.arange(layers * outputs * inputs).view(layers, outputs, inputs)
-    packed = pack_tiles(weight, pieces)
-    assert packed.shape == (layers, pieces, outputs // 8, 8 * inputs // pieces)
+    packed = pack_tiles(weight)
+    assert packed.shape == (layers, 8, 4, outputs // 8, 8, 8, 8)
+    assert packed.is_contiguous()
     for layer, output, column in ((0, 0, 0), (1, 23, 2047), (1, 9, 1024 + 5 * 32 + 2 * 8 + 3), (0, 17, 700)):
-        piece, inside = divmod(column, inputs // pieces)
-        group, rest = divmod(inside, 32)
-        quad, element = divmod(rest, 8)
-        place = ((group * 8 + output % 8) * 4 + quad) * 8 + element
-        assert packed[layer, piece, output // 8, place] == weight[layer, output, column]
+        rank, inside = divmod(column, inputs // 8)
+        chunk, rest = divmod(inside, 64)
+        group, element = divmod(rest, 8)
+        got = packed[layer, rank, chunk, output // 8, group, output % 8, element]
+        assert got == weight[layer, output, column]
 
 
 def test_tiles_of_gate_and_up_alternate() -> None:

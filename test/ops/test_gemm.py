@@ -8,6 +8,7 @@ import torch
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.gemm import Behind
 from flashrt_ros.ops.cuda.tensor_map import tensor_map
 
 H200 = 132
@@ -27,18 +28,6 @@ def test_every_tile_is_one_that_the_instruction_has_and_fits(rows: int) -> None:
     assert gemm.shared_bytes(tile, 4) <= SHARED_LIMIT
 
 
-def test_gate_and_up_alternate_by_eight() -> None:
-    weight = torch.arange(48.0)[:, None].expand(48, 3)
-    rows = gemm.interleave_gate_up(weight)[:, 0].tolist()
-    assert rows[:16] == [*range(8), *range(24, 32)]
-    assert rows[32:] == [*range(16, 24), *range(40, 48)]
-
-
-def test_halves_that_are_no_eights_are_refused() -> None:
-    with pytest.raises(ShapeError, match="interleave_gate_up: 'weight' dimension 0 must be a multiple of 16, got 24"):
-        gemm.interleave_gate_up(torch.zeros(24, 4))
-
-
 @pytest.mark.parametrize(
     ("capability", "reason"), [((9, 0), ""), ((8, 9), "this GPU is sm_89"), ((12, 0), "this GPU is sm_120a")]
 )
@@ -52,10 +41,10 @@ def test_wrong_arguments_are_named() -> None:
     x, weight, out = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((4, 64), (256, 64), (4, 128)))
     with pytest.raises(ShapeError, match=r"gate_up_geglu: 'weight' dimension 0 must be 240"):
         gemm.gate_up_geglu(x, weight, out=out[:, :120])
-    with pytest.raises(ShapeError, match="gate_up_geglu: 'scale' dimension 0 'rows' must be 4"):
-        gemm.gate_up_geglu(x, weight, out=out, scale=torch.ones(5))
+    with pytest.raises(ShapeError, match="gate_up_geglu: 'scale' dimension 0 must be 4"):
+        gemm.gate_up_geglu(x, weight, out=out, behind=Behind(scale=torch.ones(5)))
     with pytest.raises(KernelError, match="gate_up_geglu: 'scale' must be torch.float32"):
-        gemm.gate_up_geglu(x, weight, out=out, scale=torch.ones(4).bfloat16())
+        gemm.gate_up_geglu(x, weight, out=out, behind=Behind(scale=torch.ones(4).bfloat16()))
     with pytest.raises(KernelError, match="product: 'weight' must be torch.bfloat16"):
         gemm.product(x, weight.float(), out=torch.zeros(4, 256, dtype=torch.bfloat16))
     with pytest.raises(ShapeError, match="inverse_rms_rows: 'out' dimension 0 'rows' must be 4"):

@@ -117,6 +117,15 @@ def test_a_scale_for_each_output_follows_its_row() -> None:
     assert one.shape == (1,)
 
 
+@pytest.mark.parametrize("by_channel", [True, False])
+def test_a_large_weight_is_quantised_in_pieces_with_equal_bits(by_channel: bool) -> None:
+    weight = torch.randn(5000, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 5000)[:, None]
+    codes, scales = e4m3.quantise_weight(weight, by_channel=by_channel)
+    largest = weight.abs().amax(1) if by_channel else weight.abs().amax().reshape(1)
+    assert torch.equal(scales, e4m3.scale_for(largest))
+    assert torch.equal(codes, e4m3.quantise(weight, scales[:, None] if by_channel else scales))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("by_channel", [True, False])
 def test_a_weight_that_is_not_finite_is_refused(bad: float, by_channel: bool) -> None:

@@ -17,23 +17,23 @@ INNER = HEADS * HEAD_DIM
 MAX_ROWS, MAX_KEYS = 64, 1024
 RANKS = 8  # blocks of a cluster, which share the inputs of every product and the keys
 MAX_CLUSTERS = 16
-_THREADS = 640
+_CHUNK = 64  # inputs that one stage of the ring holds of eight tiles
 _STAGE_BYTES = 8192
+_PART_BYTES = 2  # of a value that blocks of a cluster exchange behind a norm
 _FEWEST_STAGES = 4  # of the ring
 _SYNC_WORDS = 4
 PHASES_PER_LAYER = 5
 
 
-def pack_tiles(weight: Tensor, pieces: int = RANKS) -> Tensor:
+def pack_tiles(weight: Tensor) -> Tensor:
     """Reorder bf16[layers, outputs, inputs] into the tiles that the kernel streams.
 
-    Result bf16[layers, pieces, outputs / 8, 8 * inputs / pieces]: a tile holds eight outputs and the inputs of one
-    piece, in the order group of 32 inputs, output, quad, eight inputs.
+    Result bf16[layers, ranks, chunks of 64 inputs, outputs / 8, 8, 8, 8]: a rank has an eighth of the inputs; a tile's
+    part of a chunk is eight matrices, each of eight outputs by eight inputs.
     """
     layers, outputs, inputs = weight.shape
-    groups = inputs // pieces // 32
-    view = weight.view(layers, outputs // 8, 8, pieces, groups, 4, 8)
-    return view.permute(0, 3, 1, 4, 2, 5, 6).reshape(layers, pieces, outputs // 8, -1).contiguous()
+    view = weight.view(layers, outputs // 8, 8, RANKS, inputs // RANKS // _CHUNK, _CHUNK // 8, 8)
+    return view.permute(0, 3, 4, 1, 5, 2, 6).contiguous()
 
 
 def alternate_tiles(weight: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def pack(
         project=pack_tiles(qkv[:, order]),
         output=pack_tiles(output),
         gate_up=pack_tiles(alternate_tiles(gate_up)),
-        down=pack_tiles(down, 2 * RANKS),
+        down=pack_tiles(down),
         enter_weight=enter[0].float().t().contiguous(),
         enter_bias=enter[1].float().contiguous(),
         leave_weight=leave[0].float().contiguous(),
@@ -147,18 +147,14 @@ def keys_of_a_block(capacity: int, rows: int) -> int:
     return 16 * _up(8 * _up(_up(capacity + rows, RANKS), 8), 16)
 
 
-@dataclass(frozen=True)
-class _Rounds:
-    """In how many rounds a product's parts are exchanged, and the floats of one round (see kernels/expert_plan.cuh)."""
+def warps_that_multiply(rows: int) -> int:
+    """Of a block: the fewer, the more registers each has."""
+    return 12 if rows <= 32 else 16
 
-    count: int
-    floats: int
 
-    @staticmethod
-    def of(tiles: int, unit: int, rows: int, clusters: int) -> _Rounds:
-        slots = _up(_up(tiles // unit, clusters), RANKS) * unit
-        count = _up(slots, 2 if rows >= 16 else 12) | 1
-        return _Rounds(count, _up(slots // unit, count) * unit * RANKS * (rows + 1) * 8 + RANKS * rows)
+def operand_rows(rows: int) -> int:
+    """Rows of the operand in shared memory: the chunk and the shift of a norm, in groups of eight."""
+    return 8 * _up(rows + 1, 8)
 
 
 def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tuple[int, int]:
@@ -169,17 +165,21 @@ def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tup
         keys: that a block has room for (see `keys_of_a_block`).
         clusters: size of the grid.
     """
-    held = 16 * _up(rows + 1, 16)
-    project = _Rounds.of((INNER + 2 * HEAD_DIM) // 8, 1, rows, clusters)
-    gate_up = _Rounds.of(2 * HIDDEN // 8, 2, rows, clusters)
-    sums = _up(_up(WIDTH // 8, clusters), RANKS) * RANKS * rows * 8
+
+    def parts(tiles: int, unit: int) -> int:
+        """Bytes of what a product behind a norm sends to one block."""
+        slots = _up(_up(tiles // unit, clusters), RANKS) * unit
+        return slots * RANKS * (rows + 1) * 8 * _PART_BYTES + 4 * RANKS * rows
+
+    sums = 4 * _up(_up(WIDTH // 8, clusters), RANKS) * RANKS * rows * 8
     queries = _up(rows * HEADS, clusters)
-    x = max(project.floats, sums)
-    y = max(RANKS * queries * (HEAD_DIM // RANKS + 2), sums, project.floats if project.count > 1 else 0)
-    values = max(keys * (HEAD_DIM * 2 + 16) // 4, gate_up.floats)
-    z = 4 if gate_up.count == 1 or 2 * gate_up.floats <= values else gate_up.floats
-    operands = max(held * 576 * (2 if rows < 16 else 1), 16 * _up(queries, 16) * (576 + (keys + 8) * 6))
-    fixed = 4 * (x + y + z + values) + operands + 16 * 4 + 4 * 8 + 128
+    x = max(parts((INNER + 2 * HEAD_DIM) // 8, 1), sums)
+    y = max(4 * RANKS * queries * (HEAD_DIM // RANKS + 2), sums)
+    values = max(keys * (HEAD_DIM * 2 + 16), parts(2 * HIDDEN // 8, 2))
+    operands = max(HIDDEN // RANKS * 2 * operand_rows(rows), 16 * _up(queries, 16) * (576 + (keys + 8) * 6))
+    tiles = _up(WIDTH // 8, clusters)
+    partial = 4 * (warps_that_multiply(rows) // 4) * tiles * rows * 8 if rows < 16 else 0
+    fixed = x + y + values + operands + partial + 1024 + 128
     stages = (shared_limit - fixed) // (_STAGE_BYTES + 16)
     if stages < _FEWEST_STAGES:
         needed = fixed + _FEWEST_STAGES * (_STAGE_BYTES + 16)
@@ -227,6 +227,7 @@ class ExpertKernel:
         self.device = weights.project.device
         count = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.clusters = min(clusters, MAX_CLUSTERS, count // RANKS)
+        self.threads = 32 * (warps_that_multiply(rows) + 4)  # four warps fetch and fence
         self.kernel = self._resident_kernel()
         self.phases = steps * (2 + PHASES_PER_LAYER * weights.layers)
 
@@ -234,7 +235,7 @@ class ExpertKernel:
         """The kernel for as many clusters as run at once: not every part of a device has room for the last ones."""
         while self.clusters > 0:
             made = self._compiled()
-            fitting = made.resident_clusters(self.clusters, RANKS, _THREADS)
+            fitting = made.resident_clusters(self.clusters, RANKS, self.threads)
             if fitting >= self.clusters:
                 return made
             self.clusters = fitting
@@ -251,6 +252,7 @@ class ExpertKernel:
             "SHARED_BYTES": nbytes,
             "LAYERS": self.weights.layers,
             "CLUSTERS": self.clusters,
+            "RESIDENT": int(self.persistent),
             "OVERLAP": int(self.overlap),
         }
         return kernel(KernelSource("expert", defines), "expert", self.device, nbytes)
@@ -293,17 +295,14 @@ class ExpertKernel:
                 f"need equal strides, got {prefix_key.stride()} and {prefix_value.stride()}"
             )
         tensors = (modulation, rope, prefix_key, prefix_value, valid, noise, actions)
-        if self.persistent:
-            self._launch(tensors, scratch, 0, self.phases)
-            return
-        for phase in range(self.phases):
-            self._launch(tensors, scratch, phase, phase + 1)
+        for phase in range(1 if self.persistent else self.phases):
+            self._launch(tensors, scratch, phase)
 
-    def _launch(self, tensors: tuple[Tensor, ...], scratch: ExpertScratch, first: int, last: int) -> None:
+    def _launch(self, tensors: tuple[Tensor, ...], scratch: ExpertScratch, phase: int) -> None:
         w = self.weights
         self.kernel.launch(
-            self.clusters, _THREADS,
+            self.clusters, self.threads,
             w.project, w.output, w.gate_up, w.down, w.enter_weight, w.enter_bias, w.leave_weight, w.leave_bias,
-            *tensors, scratch.words, scratch.sync, tensors[2].stride(0) // HEAD_DIM, self.steps, first, last,
-            cluster=RANKS, overlap=self.overlap and first > 0,
+            *tensors, scratch.words, scratch.sync, tensors[2].stride(0) // HEAD_DIM, self.steps, phase,
+            cluster=RANKS, overlap=self.overlap and phase > 0,
         )  # fmt: skip

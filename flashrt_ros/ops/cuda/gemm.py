@@ -1,13 +1,14 @@
 """Matrix products of a few hundred rows on Hopper's own matrix instructions, with the step behind them inside.
 
-For the shapes of a prefix encoder cuBLASLt loses twice: its tiles of 128 rows waste a part of 712, and GeGLU behind the
-product reads and writes everything once more.
+For the shapes of a prefix encoder cuBLASLt loses twice: its tiles of 128 rows waste a part of 712, and what stands
+behind the product reads and writes everything once more. Operands are bfloat16 or E4M3 codes, and so is the result.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,14 +18,19 @@ from ..shapes import ShapeError, check
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
-from .tensor_map import launch_with_maps, tensor_map
+from .tensor_map import grouped_map, launch_with_maps, tensor_map
 
 ARCHITECTURE = "sm_90a"
+CODES = torch.float8_e4m3fn
 _COLUMNS, _OUT_COLUMNS = 128, 32  # weight rows of a tile; outputs that one copy stores
 _STEP_BYTES = 128  # of a row of x or of the weights, in one stage
-_GROUP = 8  # gate rows, then as many up rows
+_ROW_BYTES = 16  # rows of every matrix start at multiples of these
+_GROUP = 8  # rows of an instruction's tile
 _THREADS, _ROWS_PER_RMS_BLOCK, _RMS_THREADS = 384, 8, 256
 _TILE_OVERHEAD = 16  # what a tile costs beside its products, in rows
+_TILE_COUNTS = 6  # numbers of tiles that are considered; lower tiles fetch each weight too often
+_SHARED_BYTES = 232448  # that a block may have
+_MOST_STAGES = 8
 
 
 def unsuited(device: torch.device) -> str:
@@ -35,26 +41,20 @@ def unsuited(device: torch.device) -> str:
     return ""
 
 
-def interleave_gate_up(weight: Tensor) -> Tensor:
-    """Gate rows before up rows → 8 gate rows, the 8 up rows of the same outputs, and so on.
-
-    `weight` is [2 * hidden, inputs], and so is the result, a copy. `hidden` is a multiple of 8.
-    """
-    if weight.shape[0] % (2 * _GROUP):
-        raise ShapeError(
-            f"interleave_gate_up: 'weight' dimension 0 must be a multiple of {2 * _GROUP}, got {weight.shape[0]}"
-        )
-    return weight.view(2, -1, _GROUP, weight.shape[1]).transpose(0, 1).reshape(weight.shape)
-
-
 @lru_cache(maxsize=64)
-def tile_rows(rows: int, column_tiles: int, processors: int) -> int:
-    """Rows of x that a tile should hold so that all tiles, dealt in waves to all multiprocessors, end soonest."""
+def tile_rows(rows: int, units: int, processors: int) -> int:
+    """Rows of x that a tile should hold so that all tiles, dealt in waves to all multiprocessors, end soonest.
+
+    Args:
+        rows: of x.
+        units: tiles of outputs, times the parts that K is cut into.
+        processors: of the GPU.
+    """
     smallest = -(-rows // 256)
-    choices = [_GROUP * -(-rows // (_GROUP * count)) for count in range(smallest, smallest + 4)]
+    choices = [_GROUP * -(-rows // (_GROUP * count)) for count in range(smallest, smallest + _TILE_COUNTS)]
 
     def cost(tile: int) -> int:
-        waves = -(-(-(-rows // tile) * column_tiles) // processors)
+        waves = -(-(-(-rows // tile) * units) // processors)
         return waves * (tile + _TILE_OVERHEAD)
 
     return min(choices, key=cost)
@@ -73,99 +73,170 @@ def inverse_rms_rows(x: Tensor, *, eps: float, out: Tensor, overlap: bool = Fals
     kernel(source, "inverse_rms_rows", x.device).launch(blocks, _RMS_THREADS, x, out, x.shape[0], eps)
 
 
-def gate_up_geglu(
-    x: Tensor, weight: Tensor, *, out: Tensor, scale: Tensor | None = None, overlap: bool = False,
-    variant: Mapping[str, int] | None = None,
-) -> None:  # fmt: skip
-    """out = gelu_tanh(gate) * up of (scale * x) @ weight.T, summed in float32 and rounded once.
+@dataclass(frozen=True)
+class Behind:
+    """What follows the sums of a product: each is multiplied, then the bias is added, then the activation taken.
 
     Args:
-        x: bf16[rows, inputs]; `inputs` is a multiple of 64. Or E4M3 (float8_e4m3fn), of 128; `weight` likewise.
-        weight: bf16[2 * hidden, inputs] as `interleave_gate_up` makes it; `hidden` is a multiple of 64.
-        out: bf16[rows, hidden].
-        scale: float32[rows], a factor for each row of x, applied to the sums; None for 1.
-        overlap: begin beside the kernel in front of this one, which makes `scale` and nothing else that is read here.
+        scale: float32[rows], a factor for each row of x; alone or with nothing else.
+        factor: float32[outputs], a factor for each output.
+        bias: bf16[outputs].
+        gelu: take gelu_tanh.
+        out_scale: float32[1]; the result is stored as E4M3 codes of bfloat16 values under this scale.
+    """
+
+    scale: Tensor | None = None
+    factor: Tensor | None = None
+    bias: Tensor | None = None
+    gelu: bool = False
+    out_scale: Tensor | None = None
+
+
+NOTHING = Behind()
+
+
+def gate_up_geglu(
+    x: Tensor, weight: Tensor, *, out: Tensor, behind: Behind = NOTHING, overlap: bool = False,
+    variant: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """out = gelu_tanh(gate) * up of x @ weight.T, summed in float32 and rounded once.
+
+    Args:
+        x: bf16 or E4M3 codes (float8_e4m3fn) [rows, inputs]; rows in multiples of 16 bytes.
+        weight: [2 * hidden, inputs] of the same type, all of gate, then all of up; `hidden` is a multiple of 8, and of
+            16 if `out` holds codes.
+        out: [rows, hidden], bf16 or codes.
+        behind: what is done to gate and up in front of GeGLU; no `gelu`.
+        overlap: begin beside the kernel in front of this one, which makes `behind.scale`, or x if there is none, and
+            nothing else that is read here.
         variant: other compile-time choices than the best known ones, for whoever measures them.
     """
     check(
-        "gate_up_geglu",
-        x=(x, "rows inputs"),
-        out=(out, "rows hidden"),
-        weight=(weight, (2 * out.shape[1], "inputs")),
-        **({} if scale is None else {"scale": (scale, "rows")}),
+        "gate_up_geglu", x=(x, "rows inputs"), out=(out, "rows hidden"), weight=(weight, (2 * out.shape[1], "inputs"))
     )
-    _launch("gate_up_geglu", x, weight, out, scale, overlap, {"GEGLU": 1, **(variant or {})})
+    if behind.gelu:
+        raise KernelError("gate_up_geglu: 'gelu' is in it already")
+    _launch("gate_up_geglu", x, weight, out, behind, overlap, {"GEGLU": 1, **(variant or {})})
 
 
 def product(
-    x: Tensor, weight: Tensor, *, out: Tensor, scale: Tensor | None = None, overlap: bool = False,
+    x: Tensor, weight: Tensor, *, out: Tensor, behind: Behind = NOTHING, overlap: bool = False,
     variant: Mapping[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """out bf16[rows, outputs] = (scale * x) @ weight.T; weight bf16[outputs, inputs], outputs a multiple of 128.
+    """out = x @ weight.T and what is `behind` it, summed in float32 and rounded once.
 
-    The other arguments are those of `gate_up_geglu`.
+    Args:
+        x, overlap, variant: those of `gate_up_geglu`.
+        weight: [outputs, inputs] of x's type; `outputs` is a multiple of 8, and of 16 if `out` holds codes.
+        out: bf16 or codes [rows, outputs]. Or bf16[parts, part rows, outputs]: as many parts of K, whose sum is the
+            result, each with `parts_rows` rows; nothing of `behind` but `factor` and `bias` goes with that.
     """
-    check(
-        "product",
-        x=(x, "rows inputs"),
-        weight=(weight, "outputs inputs"),
-        out=(out, "rows outputs"),
-        **({} if scale is None else {"scale": (scale, "rows")}),
-    )
-    _launch("product", x, weight, out, scale, overlap, variant or {})
+    outputs = out.shape[-1]
+    check("product", x=(x, "rows inputs"), weight=(weight, (outputs, "inputs")))
+    if out.ndim == 2:
+        check("product", x=(x, "rows inputs"), out=(out, ("rows", outputs)))
+    _launch("product", x, weight, out, behind, overlap, variant or {})
+
+
+def parts_rows(rows: int, outputs: int, parts: int, device: torch.device, variant: Mapping[str, int]) -> int:
+    """Rows that each of several parts needs in the result of `product`: whole tiles."""
+    tile = _tile(rows, -(-outputs // _COLUMNS) * parts, device, variant)
+    return -(-rows // tile) * tile
 
 
 def _launch(
-    op: str, x: Tensor, weight: Tensor, out: Tensor, scale: Tensor | None, overlap: bool, variant: Mapping[str, int]
+    op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]
 ) -> None:
-    fp8 = x.dtype == torch.float8_e4m3fn
-    _typed(op, torch.float8_e4m3fn if fp8 else torch.bfloat16, x=x, weight=weight)
-    _typed(op, torch.bfloat16, out=out)
-    if scale is not None:
-        _typed(op, torch.float32, scale=scale)
+    fp8, to_codes, parts = x.dtype == CODES, behind.out_scale is not None, out.shape[0] if out.ndim == 3 else 1
+    _check_types(op, x, weight, out, behind)
     reason = unsuited(x.device)
     if reason:
         raise KernelError(f"{op}: {reason}")
-    step = _STEP_BYTES // x.element_size()
-    rows, inputs = x.shape
-    if inputs % step or weight.shape[0] % _COLUMNS:
+    geglu = bool(variant.get("GEGLU"))
+    if weight.shape[0] % (_GROUP * (1 + geglu)):
         raise ShapeError(
-            f"{op}: 'weight' must be [a multiple of {_COLUMNS}, a multiple of {step}], got {list(weight.shape)}"
+            f"{op}: 'weight' dimension 0 must be a multiple of {_GROUP * (1 + geglu)}, got {weight.shape[0]}"
         )
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    column_tiles = weight.shape[0] // _COLUMNS
-    tile = variant.get("TILE_ROWS") or tile_rows(rows, column_tiles, processors)
-    source = product_source({**variant, "TILE_ROWS": tile, "OVERLAP": int(overlap), "FP8": int(fp8)})
-    cluster, stages = source.defines["CLUSTER"], source.defines["STAGES"]
+    step, (rows, inputs), outputs = _STEP_BYTES // x.element_size(), x.shape, weight.shape[0]
+    steps, column_tiles = -(-inputs // step), -(-outputs // _COLUMNS)
+    if not 0 < parts <= steps:
+        raise ShapeError(f"{op}: {inputs} inputs are {steps} steps, which make no {parts} parts")
+    tile = _tile(rows, column_tiles * parts, x.device, variant)
+    units = -(-rows // tile) * column_tiles * parts
+    processors = _processors(x.device)
+    source = product_source({
+        "STAGGER": int(units > processors and not fp8), "STAGES": stages(tile), **variant, "TILE_ROWS": tile,
+        "FP8": int(fp8), "OVERLAP": int(overlap), "ROW_SCALE": int(behind.scale is not None), "GELU": int(behind.gelu),
+        "OUT8": int(to_codes),
+    })  # fmt: skip
+    cluster = source.defines["CLUSTER"]
     if column_tiles % cluster:
         raise ShapeError(f"{op}: {column_tiles} tiles of {_COLUMNS} outputs make no clusters of {cluster}")
-    blocks = min(processors // cluster * cluster, -(-rows // tile) * column_tiles)
-    nbytes = shared_bytes(tile, stages)
-    loaded = kernel(source, "gemm", x.device, nbytes)
+    nbytes = shared_bytes(tile, source.defines["STAGES"])
+    target = out.flatten(0, 1) if out.ndim == 3 else out
+    part_rows = 0 if out.ndim == 2 else out.shape[1]
+    if parts > 1 and part_rows < -(-rows // tile) * tile:
+        raise ShapeError(f"{op}: each part needs {-(-rows // tile) * tile} rows of 'out', got {part_rows}")
     launch_with_maps(
-        int(loaded.driver_kernel.handle),
+        int(kernel(source, "gemm", x.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(x.device).cuda_stream,
-        blocks,
+        min(processors // cluster * cluster, units),
         _THREADS,
         nbytes,
         (
-            tensor_map(weight, (_COLUMNS, step), _STEP_BYTES),
+            grouped_map(weight, _COLUMNS // _GROUP // (1 + geglu), step, pairs=geglu),
             tensor_map(x, (tile // cluster, step), _STEP_BYTES),
-            tensor_map(out, (tile, _OUT_COLUMNS), 2 * _OUT_COLUMNS),
-            ctypes.c_void_p(None if scale is None else scale.data_ptr()),
-            ctypes.c_int(rows),
-            ctypes.c_int(column_tiles),
-            ctypes.c_int(inputs // step),
+            # Codes are stored without the engine: this map is then no more than valid.
+            tensor_map(x if to_codes else target, (tile, _OUT_COLUMNS), 0 if to_codes else 2 * _OUT_COLUMNS),
+            *(_pointer(t) for t in (behind.scale, behind.factor, behind.bias, behind.out_scale)),
+            _pointer(out if to_codes else None),
+            *(ctypes.c_int(value) for value in (rows, outputs, column_tiles, steps, parts, part_rows)),
         ),
         overlap=overlap,
     )
 
 
+def _check_types(op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind) -> None:
+    rows, outputs = x.shape[0], weight.shape[0]
+    _typed(op, CODES if x.dtype == CODES else torch.bfloat16, x=x, weight=weight)
+    _typed(op, torch.bfloat16 if behind.out_scale is None else CODES, out=out)
+    wanted = {"scale": (rows,), "factor": (outputs,), "bias": (outputs,), "out_scale": (1,)}
+    given = {name: getattr(behind, name) for name in wanted if getattr(behind, name) is not None}
+    check(op, **{name: (tensor, wanted[name]) for name, tensor in given.items()})
+    for name, tensor in given.items():
+        _typed(op, torch.bfloat16 if name == "bias" else torch.float32, **{name: tensor})
+    if behind.scale is not None and (behind.gelu or "factor" in given or "bias" in given):
+        raise KernelError(f"{op}: a factor for each row goes with no factor, bias or gelu")
+    if not out.is_contiguous() and (out.ndim == 3 or out.dtype == CODES):
+        raise KernelError(f"{op}: 'out' must be contiguous, got strides {out.stride()}")
+    if out.ndim == 3 and (behind.gelu or behind.out_scale is not None or behind.scale is not None):
+        raise KernelError(f"{op}: parts of K are added by who reads them, so that nothing but a factor goes before")
+    if out.dtype == CODES and out.shape[-1] % _ROW_BYTES:
+        raise ShapeError(f"{op}: 'out' holds codes in rows of multiples of {_ROW_BYTES}, got {out.shape[-1]}")
+
+
+@lru_cache(maxsize=8)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tile(rows: int, units: int, device: torch.device, variant: Mapping[str, int]) -> int:
+    return variant.get("TILE_ROWS") or tile_rows(rows, units, _processors(device))
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
 def product_source(defines: Mapping[str, int]) -> KernelSource:
-    """The kernel with the best known choices, and `defines` in their place; TILE_ROWS has to be among them."""
-    return KernelSource(
-        "gemm", {"STAGES": 4, "CLUSTER": 1, "STAGGER": 1, "GEGLU": 0, "FP8": 0, "OVERLAP": 0, **defines}
-    )
+    """The kernel with the usual choices, and `defines` in their place; TILE_ROWS has to be among them."""
+    usual = {"STAGES": 4, "CLUSTER": 1, "STAGGER": 1, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "FP8": 0}
+    return KernelSource("gemm", {**usual, "OVERLAP": 0, **defines})
+
+
+def stages(tile: int) -> int:
+    """Stages of the ring: as many as there is memory for, up to where more gain nothing."""
+    return max(n for n in range(2, _MOST_STAGES + 1) if shared_bytes(tile, n) <= _SHARED_BYTES)
 
 
 def shared_bytes(tile: int, stages: int) -> int:

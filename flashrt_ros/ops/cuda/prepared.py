@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from ...engine.driver import current_stream, driver
+from ...engine.errors import DriverError
 from .errors import KernelError
 from .kernel import Kernel
 
@@ -28,26 +28,24 @@ class PreparedLaunch:
     """
 
     def __init__(self, kernel: Kernel, blocks: int, threads: int, arguments: Sequence[Argument]) -> None:
-        from cuda.bindings import driver
-
         self._kernel = kernel
         self._index = kernel.device.index or 0
         self._arguments = tuple(arguments)  # kept alive: the addresses below point to them
         self._addresses = (ctypes.c_void_p * len(self._arguments))(*map(ctypes.addressof, self._arguments))
-        self._parameters = ctypes.addressof(self._addresses)
-        function = driver.CUfunction(int(kernel.driver_kernel.handle))  # the driver takes a CUkernel for one
-        self._enqueue = partial(driver.cuLaunchKernel, function, blocks, 1, 1, threads, 1, 1, kernel.shared_bytes)
+        self._parameters = ctypes.c_void_p(ctypes.addressof(self._addresses))
+        function = int(kernel.driver_kernel.handle)  # a CUkernel, which the driver takes for a CUfunction
+        grid = (blocks, 1, 1, threads, 1, 1, kernel.shared_bytes)
+        self._enqueue = partial(driver().launch, ctypes.c_void_p(function), *map(ctypes.c_uint, grid))
 
     def __call__(self) -> None:
         """Enqueue the launch on the current stream of the kernel's device; KernelError if the driver refuses."""
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if int(self._enqueue(stream, self._parameters, 0)[0]):
-            self._enqueue_with_context(stream)
+        stream = current_stream(self._index)
+        if self._enqueue(stream, self._parameters, None):
+            self._again(stream)
 
-    def _enqueue_with_context(self, stream: int) -> None:
-        """Once more, with the device's context current: a thread that has used no CUDA yet has none."""
-        with torch.cuda.device(self._kernel.device):
-            torch.cuda.synchronize()  # the cheapest call that surely makes it current
-            (result,) = self._enqueue(stream, self._parameters, 0)
-        if int(result):
-            raise KernelError(f"{self._kernel.name}: the driver refuses the launch ({result.name})")
+    def _again(self, stream: int) -> None:
+        kernel = self._kernel
+        try:
+            driver().again(f"'{kernel.name}'", kernel.device, lambda: self._enqueue(stream, self._parameters, None))
+        except DriverError as error:
+            raise KernelError(str(error)) from None

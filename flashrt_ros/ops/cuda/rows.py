@@ -1,4 +1,4 @@
-"""Launchers of the kernels that work on rows: pixels, norms, rotary embedding, GeGLU.
+"""Launchers of the kernels that work on rows: pixels, norms, rotary embedding, GeGLU, quantisation and its inverse.
 
 Every function computes what the reference of the same name in `flashrt_ros.ops` defines, for bfloat16 on a GPU, except
 where its docstring adds something. `overlap` launches with programmatic overlap and changes no bit.
@@ -7,6 +7,7 @@ where its docstring adds something. `overlap` launches with programmatic overlap
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,8 +17,24 @@ from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import kernel
 
+CODES = torch.float8_e4m3fn
 _NORM_ROWS, _NORM_THREADS, _THREADS = 4, 128, 256
 _GEGLU_SLICE = 4096  # hidden values that one block writes
+_QUANTISE_THREADS, _QUANTISED_VALUES = 128, 16  # of a block; that a thread converts
+_BLOCK = 16  # values of NVFP4 under one scale
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """How a result becomes E4M3 codes: as `flashrt_ros.precision` quantises a bfloat16 input.
+
+    Args:
+        scale: float32[1].
+        multiplier: float32[width] in front of it; None for none.
+    """
+
+    scale: Tensor
+    multiplier: Tensor | None = None
 
 
 def pixels_to_patches(pixels: Tensor, pixel_format: Tensor, *, patch: int, out: Tensor, overlap: bool = False) -> None:
@@ -42,21 +59,62 @@ def pixels_to_patches(pixels: Tensor, pixel_format: Tensor, *, patch: int, out: 
 
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, out: Tensor, branch: Tensor | None = None,
-    overlap: bool = False,
+    quantiser: Quantiser | None = None, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """See the reference. With `branch` bf16[rows, width], x += branch first, in place."""
+    """See the reference. With `branch`, x += branch first, in place.
+
+    Args:
+        branch: bf16[rows, width], or bf16[parts, at least rows, width] whose parts are added.
+        quantiser: `out` is codes (float8_e4m3fn) of what it would have been; None for bf16.
+    """
     check("layer_norm", x=(x, "rows width"), weight=(weight, "width"), bias=(bias, "width"), out=(out, "rows width"))
-    _bfloat16("layer_norm", x=x, weight=weight, bias=bias, out=out)
-    _norm("layer_norm", x, overlap, x, branch, weight, bias, out, x.shape[0], eps)
+    _bfloat16("layer_norm", x=x, weight=weight, bias=bias)
+    _norm("layer_norm", x, (weight, bias), branch, out, quantiser, eps, overlap)
 
 
 def residual_rms_norm(
-    residual: Tensor, branch: Tensor | None, *, eps: float, out: Tensor, overlap: bool = False
-) -> None:
-    """See the reference."""
+    residual: Tensor, branch: Tensor | None, *, eps: float, out: Tensor, quantiser: Quantiser | None = None,
+    overlap: bool = False,
+) -> None:  # fmt: skip
+    """See the reference; `branch` and `quantiser` as in `layer_norm`."""
     check("residual_rms_norm", residual=(residual, "rows width"), out=(out, "rows width"))
-    _bfloat16("residual_rms_norm", residual=residual, out=out)
-    _norm("residual_rms_norm", residual, overlap, residual, branch, out, residual.shape[0], eps)
+    _bfloat16("residual_rms_norm", residual=residual)
+    _norm("residual_rms_norm", residual, (), branch, out, quantiser, eps, overlap)
+
+
+def quantise(x: Tensor, quantiser: Quantiser, *, out: Tensor, overlap: bool = False) -> None:
+    """out = codes (float8_e4m3fn) of x bf16[rows, width], both contiguous; `quantiser` has no multiplier."""
+    check("quantise", x=(x, "rows width"), out=(out, "rows width"), scale=(quantiser.scale, "1"))
+    _bfloat16("quantise", x=x)
+    if quantiser.multiplier is not None:
+        raise KernelError("quantise: a multiplier is for what a norm gives")
+    if out.dtype != CODES or not (x.is_contiguous() and out.is_contiguous()):
+        raise KernelError(f"quantise: 'out' must be {CODES}, 'x' and 'out' contiguous, got {out.dtype}")
+    if x.numel() % _QUANTISED_VALUES:
+        raise ShapeError(f"quantise: 'x' must have a multiple of {_QUANTISED_VALUES} values, got {x.numel()}")
+    groups = x.numel() // _QUANTISED_VALUES
+    kernel(_source("quantise", overlap), "quantise", x.device).launch(
+        -(-groups // _QUANTISE_THREADS), _QUANTISE_THREADS, x, quantiser.scale, out, groups, overlap=overlap
+    )
+
+
+def decode_nvfp4(codes: Tensor, scales: Tensor, *, out: Tensor) -> None:
+    """out = what NVFP4 codes stand for, without the scale of their tensor; exact.
+
+    Args:
+        codes: uint8[rows, 8 * blocks], two a byte, contiguous.
+        scales: uint8[rows, blocks], codes of E4M3 without sign, contiguous.
+        out: bf16[rows, 16 * blocks], contiguous.
+    """
+    rows, blocks = scales.shape
+    check("decode_nvfp4", scales=(scales, (rows, blocks)), codes=(codes, (rows, blocks * _BLOCK // 2)),
+          out=(out, (rows, blocks * _BLOCK)))  # fmt: skip
+    _bfloat16("decode_nvfp4", out=out)
+    if not (codes.dtype == scales.dtype == torch.uint8 and all(t.is_contiguous() for t in (codes, scales, out))):
+        raise KernelError(f"decode_nvfp4: 'codes' and 'scales' must be uint8, all contiguous, got {codes.dtype}")
+    kernel(_source("quantise", False), "decode_nvfp4", out.device).launch(
+        -(-rows * blocks // _QUANTISE_THREADS), _QUANTISE_THREADS, codes, scales, out, rows * blocks
+    )
 
 
 def gated_residual_ada_rms_norm(
@@ -67,7 +125,7 @@ def gated_residual_ada_rms_norm(
     op = "gated_residual_ada_rms_norm"
     check(op, residual=(residual, "rows width"), modulation=(modulation, "3 width"), out=(out, "rows width"))
     _bfloat16(op, residual=residual, out=out)
-    _norm(op, residual, overlap, residual, branch, gate, modulation, out, residual.shape[0], eps)
+    _launch_norm(op, residual, overlap, 0, residual, branch, gate, modulation, out, residual.shape[0], eps)
 
 
 def split_rope_write(
@@ -113,11 +171,48 @@ def geglu(
     )
 
 
-def _norm(function: str, rows: Tensor, overlap: bool, *arguments: Tensor | int | float | None) -> None:
+def _norm(
+    function: str, rows: Tensor, table: tuple[Tensor, ...], branch: Tensor | None, out: Tensor,
+    quantiser: Quantiser | None, eps: float, overlap: bool,
+) -> None:  # fmt: skip
+    """A norm in front of which a branch may be added, and behind which may be quantised."""
+    count, width = rows.shape
+    parts, part_rows = _parts(function, branch, count, width)
+    wanted = torch.bfloat16 if quantiser is None else CODES
+    if out.dtype != wanted or not out.is_contiguous():
+        raise KernelError(f"{function}: 'out' must be {wanted} with contiguous rows, got {out.dtype}")
+    scale = multiplier = None
+    if quantiser is not None:
+        scale, multiplier = quantiser.scale, quantiser.multiplier
+        check(function, scale=(scale, "1"), **({} if multiplier is None else {"multiplier": (multiplier, (width,))}))
+    _launch_norm(
+        function, rows, overlap, int(quantiser is not None), rows, branch, *table, out, scale, multiplier, count,
+        parts, part_rows, eps,
+    )  # fmt: skip
+
+
+def _parts(function: str, branch: Tensor | None, rows: int, width: int) -> tuple[int, int]:
+    """How many parts a branch has, and how many rows each."""
+    if branch is None:
+        return 0, 0
+    _bfloat16(function, branch=branch)
+    if branch.ndim == 2:
+        check(function, branch=(branch, (rows, width)))
+        return 1, rows
+    parts, part_rows = branch.shape[0], branch.shape[1]
+    check(function, branch=(branch, (parts, part_rows, width)))
+    if part_rows < rows or not branch.is_contiguous():
+        raise ShapeError(f"{function}: 'branch' must be contiguous with {rows} rows a part, got {list(branch.shape)}")
+    return parts, part_rows
+
+
+def _launch_norm(
+    function: str, rows: Tensor, overlap: bool, quantised: int, *arguments: Tensor | int | float | None
+) -> None:
     if rows.shape[1] % 128:
         raise ShapeError(f"{function}: the width must be a multiple of 128, got {rows.shape[1]}")
     blocks = -(-rows.shape[0] // _NORM_ROWS)
-    kernel(_source("norms", overlap, COLS=rows.shape[1]), function, rows.device).launch(
+    kernel(_source("norms", overlap, COLS=rows.shape[1], QUANTISED=quantised), function, rows.device).launch(
         blocks, _NORM_THREADS, *arguments, overlap=overlap
     )
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from .errors import KernelError
 
+Sizes = tuple[int, ...]
+
 _BOX_LIMIT = 256
 _ALIGNMENT = 16
-
+_GROUP = 8  # rows over which the engine's widest swizzle repeats
 
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of the driver's CUtensorMap
 
@@ -41,31 +43,59 @@ def tensor_map(matrix: Tensor, box: tuple[int, int], swizzle: int) -> TensorMap:
             box; 0 for none.
     """
     rows, columns = matrix.shape
+    pitch = _pitch(matrix)
+    return _encoded(matrix.data_ptr(), (columns, rows), (pitch,), matrix.dtype, (box[1], box[0]), swizzle)
+
+
+def grouped_map(matrix: Tensor, groups: int, columns: int, *, pairs: bool) -> TensorMap:
+    """The map of `matrix` [outputs, inputs], whose boxes are `groups` groups of 8 rows by `columns` inputs.
+
+    With `pairs` a group is 8 rows of the upper half of the matrix and the 8 rows at the same place of the lower half:
+    gates and ups of the same outputs, side by side in shared memory without being so in memory. Groups behind the last
+    become zeros.
+
+    Args:
+        matrix: as for `tensor_map`; rows in multiples of 8, or of 16 with `pairs`.
+        columns: of a box; the engine swizzles over all of their bytes, 128.
+    """
+    outputs, inputs = matrix.shape
+    pitch, ways = _pitch(matrix), 1 + pairs
+    if outputs % (_GROUP * ways):
+        raise KernelError(f"tensor map: {outputs} rows are no whole groups of {_GROUP * ways}")
+    sizes = (inputs, _GROUP, ways, outputs // (_GROUP * ways))
+    pitches = (pitch, pitch * (outputs // ways), pitch * _GROUP)
+    box = (columns, _GROUP, ways, groups)
+    return _encoded(matrix.data_ptr(), sizes, pitches, matrix.dtype, box, columns * matrix.element_size())
+
+
+def _pitch(matrix: Tensor) -> int:
+    """Bytes from row to row."""
     pitch = matrix.stride(0) * matrix.element_size()
     if matrix.stride(1) != 1 or pitch % _ALIGNMENT or matrix.data_ptr() % _ALIGNMENT:
         raise KernelError(
             f"tensor map: rows must be contiguous and start at multiples of {_ALIGNMENT} bytes, got strides "
             f"{matrix.stride()} and address {matrix.data_ptr():#x}"
         )
-    if not (0 < box[0] <= _BOX_LIMIT and 0 < box[1] <= _BOX_LIMIT):
-        raise KernelError(f"tensor map: a box has 1 to {_BOX_LIMIT} rows and columns, got {box}")
-    return _encoded(matrix.data_ptr(), rows, columns, pitch, matrix.dtype, box, swizzle)
+    return pitch
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _encoded(
-    address: int, rows: int, columns: int, pitch: int, dtype: torch.dtype, box: tuple[int, int], swizzle: int
-) -> TensorMap:
-    made = TensorMap()
+    address: int, sizes: Sizes, pitches: Sizes, dtype: torch.dtype, box: Sizes, swizzle: int
+) -> TensorMap:  # fmt: skip
+    """Sizes and boxes from the innermost dimension outwards, pitches in bytes from the second one on."""
+    if not all(0 < size <= _BOX_LIMIT for size in box):
+        raise KernelError(f"tensor map: a box has 1 to {_BOX_LIMIT} rows and columns, got {box[::-1]}")
+    made, rank = TensorMap(), len(sizes)
     result = _encoder()(
         made.address,
         _BFLOAT16 if dtype == torch.bfloat16 else _UINT8,
-        2,
+        rank,
         address,
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(pitch),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*pitches),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         _NOT_INTERLEAVED,
         _SWIZZLES[swizzle],
         _FETCH_256,
@@ -73,8 +103,8 @@ def _encoded(
     )
     if result != 0:
         raise KernelError(
-            f"tensor map: the driver refuses a matrix of {rows} x {columns} {dtype}, {pitch} bytes a row, in boxes of "
-            f"{box[0]} x {box[1]} swizzled over {swizzle} bytes: error {result}"
+            f"tensor map: the driver refuses a matrix of {sizes[::-1]} {dtype}, {pitches} bytes apart, in boxes of "
+            f"{box[::-1]} swizzled over {swizzle} bytes: error {result}"
         )
     return made
 

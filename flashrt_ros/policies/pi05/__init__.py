@@ -16,14 +16,14 @@ from .config import Pi05Config
 from .lerobot import read_normalisers
 from .memory import needed_bytes
 from .openpi import is_openpi, read_openpi_normalisers
-from .policy import Pi05Policy, assemble
+from .policy import Loaded, Pi05Policy, assemble
 from .presets import SEEDED_PRESETS
 from .processor import Pi05Processor
 from .seeded import seeded_normalisers, seeded_source
 from .settings import Resolved, resolve, tokenizer_path
 from .source import FileSource, TensorSource, digest
 from .tokenizer import Tokenizer
-from .weights import Pi05Weights, load_weights
+from .weights import load_weights
 
 __all__ = ["Pi05Config", "Pi05Policy", "build"]
 
@@ -52,26 +52,24 @@ def build(settings: Mapping[str, object], device: str = "cpu", ops: OpTable | No
     if target.type == "cuda":
         require_memory(target, needed_bytes(config), f"policy 'pi05' with {len(config.views)} views")
     with memory_refusals(target):
-        weights, weights_digest = _load(source, config, target)
         return assemble(
             config,
-            weights,
+            _load(source, config, target),
             processor,
-            weights_digest=weights_digest,
             checkpoint=str(resolved.checkpoint.folder) if resolved.checkpoint else f"preset:{config.preset}",
             device=target,
             ops=ops,
         )
 
 
-def _load(source: TensorSource, config: Pi05Config, device: torch.device) -> tuple[Pi05Weights, str]:
+def _load(source: TensorSource, config: Pi05Config, device: torch.device) -> Loaded:
     """Weights on `device`, and their digest, which the other cores compute meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         hashed = pool.submit(digest, source)
         if source.nbytes < _WORTH_A_BAR:
-            return load_weights(source, config, device), hashed.result()
+            return Loaded(load_weights(source, config, device), hashed.result())
         with progress("loading weights", source.nbytes) as advance:
-            return load_weights(source, config, device, advance), hashed.result()
+            return Loaded(load_weights(source, config, device, advance), hashed.result())
 
 
 def _source(resolved: Resolved) -> TensorSource:

@@ -20,10 +20,11 @@ from ...ops.cuda.attention import PrefixAttention, image_attention
 from ...ops.cuda.errors import KernelError
 from ...ops.cuda.expert import ExpertKernel, ExpertScratch, pack
 from ...ops.cuda.expert import ExpertWeights as PackedExpert
+from ...precision.packed import PackedWeight
 from .config import Pi05Config
 from .plan import image_buffer
 from .stages import Pi05Stages
-from .weights import Dense, ExpertWeights, Pi05Weights, VisionLayer
+from .weights import Dense, ExpertWeights, Pi05Weights
 
 Arena = Mapping[str, Tensor]
 
@@ -36,9 +37,11 @@ class CudaStages(Pi05Stages):
     Args:
         persistent: the expert as one launch, otherwise phase by phase; equal bits.
         overlap: programmatic overlap of the launches between products; equal bits.
-        fused_gate_up: the prefix's GeGLU inside its product, where the GPU can; with a second copy of these weights.
+        fused_gate_up: the prefix's GeGLU inside its product, where the GPU can.
     """
 
+    fuses_gate_up: bool = False
+    """GeGLU is inside its product."""
     gate_up_reason: str = ""
     """Why GeGLU is not inside its product although it was asked for."""
 
@@ -60,11 +63,8 @@ class CudaStages(Pi05Stages):
         rows = [config.image_rows + bucket for bucket in config.prompt_buckets]
         self._attention = {count: PrefixAttention(count, self._device) for count in rows}
         self._row_scale = torch.zeros(config.prefix_rows, device=self._device)
-        self._gate_up: tuple[Tensor, ...] = ()
-        if fused_gate_up:
-            self.gate_up_reason = gemm.unsuited(self._device)
-            if not self.gate_up_reason:
-                self._gate_up = tuple(gemm.interleave_gate_up(layer.gate_up) for layer in weights.prefix.layers)
+        self.gate_up_reason = gemm.unsuited(self._device) if fused_gate_up else ""
+        self.fuses_gate_up = fused_gate_up and not self.gate_up_reason
         self._scratch = ExpertScratch.allocate(config.chunk, self._device)
         self._expert = self._build_expert(weights.expert, persistent=persistent, overlap=overlap)
 
@@ -79,14 +79,9 @@ class CudaStages(Pi05Stages):
         except KernelError as error:
             return error
 
-    @property
-    def fuses_gate_up(self) -> bool:
-        """GeGLU is inside its product."""
-        return bool(self._gate_up)
-
     def separate_gate_up(self, reason: str) -> None:
         """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own."""
-        self._gate_up, self.gate_up_reason = (), reason
+        self.fuses_gate_up, self.gate_up_reason = False, reason
 
     # -- vision --------------------------------------------------------------------------------------------------------
 
@@ -104,14 +99,15 @@ class CudaStages(Pi05Stages):
         residual, normed = arena["vision_residual"], arena["vision_normed"]
         torch.addmm(weights.position, self._patches, self._patch.t(), out=residual)
         branch: Tensor | None = None
-        for layer in weights.layers:
-            branch = self._vision_layer(layer, arena, branch)
+        for index in range(len(weights.layers)):
+            branch = self._vision_layer(index, arena, branch)
         self._layer_norm(arena, weights.norm, branch)
         image_rows = arena["prefix_residual"][: config.image_rows]
         torch.addmm(weights.projector.bias, normed, weights.projector.weight.t(), out=image_rows)
 
-    def _vision_layer(self, layer: VisionLayer, arena: Arena, branch: Tensor | None) -> Tensor:
+    def _vision_layer(self, index: int, arena: Arena, branch: Tensor | None) -> Tensor:
         """Run one layer; return what is still to be added to the residual."""
+        layer = self._weights.vision.layers[index]
         normed, qkv, hidden, added = (arena[f"vision_{name}"] for name in ("normed", "qkv", "hidden", "attention"))
         self._layer_norm(arena, layer.norm1, branch)
         torch.addmm(layer.qkv.bias, normed, layer.qkv.weight.t(), out=qkv)
@@ -132,40 +128,56 @@ class CudaStages(Pi05Stages):
 
     def prefix(self, arena: Arena, variant: Variant) -> None:
         """Image rows and prompt rows → keys and values of every layer."""
-        config, weights, rows = self._config, self._weights.prefix, variant.dims["prefix"]
+        config, rows = self._config, variant.dims["prefix"]
         residual = arena["prefix_residual"][:rows]
         residual[config.image_rows :].copy_(arena["prompt_embedding"][: rows - config.image_rows])
         attention = self._attention[rows]
         attention.set_valid(arena["prefix_rows"])
         key_value = arena["key_value"][:, :, :rows].unsqueeze(3)
+        branch: Tensor | None = None
         for index, (key, value) in enumerate(key_value[:-1]):
-            self._prefix_layer(index, arena, attention, key, value)
+            branch = self._prefix_layer(index, arena, attention, branch, key, value)
         last = arena["prefix_qkv"].flatten()[: rows * 2 * config.key_width].view(rows, -1)
-        torch.mm(residual, weights.last_key_value.t(), out=last)
-        self._write_qkv(arena, last, None, key_value[-1][0], key_value[-1][1])
+        normalised = self._last_key_value(arena, residual, branch, last)
+        self._write_qkv(arena, last, None, key_value[-1][0], key_value[-1][1], normalised=normalised)
 
-    def _prefix_layer(self, index: int, arena: Arena, attention: PrefixAttention, key: Tensor, value: Tensor) -> None:
+    def _last_key_value(self, arena: Arena, residual: Tensor, branch: Tensor | None, out: Tensor) -> bool:
+        """Keys and values of the last layer, not yet rotated; True if the norm in front has been applied already."""
+        torch.mm(residual, self._weights.prefix.last_key_value.t(), out=out)
+        return False
+
+    def _prefix_layer(
+        self, index: int, arena: Arena, attention: PrefixAttention, branch: Tensor | None, key: Tensor, value: Tensor
+    ) -> Tensor | None:
+        """Run one layer; return what is still to be added to the residual: nothing here, so that none comes in."""
         config, layer, rows = self._config, self._weights.prefix.layers[index], attention.rows
         residual, qkv, hidden = (arena[f"prefix_{name}"][:rows] for name in ("residual", "qkv", "hidden"))
         query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
         torch.mm(residual, layer.qkv.t(), out=qkv)
         self._write_qkv(arena, qkv, query, key, value)
         residual.addmm_(attention(query, key, value), layer.output.t())
-        if self._gate_up:
+        if self.fuses_gate_up:
             scale = self._row_scale[:rows]
             gemm.inverse_rms_rows(residual, eps=config.eps, out=scale, overlap=self._overlap)
-            gemm.gate_up_geglu(residual, self._gate_up[index], out=hidden, scale=scale, overlap=self._overlap)
+            gemm.gate_up_geglu(
+                residual, layer.gate_up, out=hidden, behind=gemm.Behind(scale=scale), overlap=self._overlap
+            )
         else:
             gate_up = arena["prefix_gate_up"][:rows]
             torch.mm(residual, layer.gate_up.t(), out=gate_up)
             kernels.geglu(gate_up, out=hidden, residual=residual, eps=config.eps, overlap=self._overlap)
         residual.addmm_(hidden, layer.down.t())
+        return None
 
-    def _write_qkv(self, arena: Arena, qkv: Tensor, query: Tensor | None, key: Tensor, value: Tensor) -> None:
+    def _write_qkv(
+        self, arena: Arena, qkv: Tensor, query: Tensor | None, key: Tensor, value: Tensor, *, normalised: bool = False
+    ) -> None:
+        """Rotate and store; `normalised` says that the norm in front of the product needs no applying here."""
         rows = qkv.shape[0]
         kernels.split_rope_write(
-            qkv, arena["rope"][:rows], query=query, key=key, value=value, residual=arena["prefix_residual"][:rows],
-            eps=self._config.eps, overlap=self._overlap,
+            qkv, arena["rope"][:rows], query=query, key=key, value=value,
+            residual=None if normalised else arena["prefix_residual"][:rows], eps=self._config.eps,
+            overlap=self._overlap,
         )  # fmt: skip
 
     # -- expert --------------------------------------------------------------------------------------------------------
@@ -187,8 +199,13 @@ def _padded(patch: Tensor) -> Tensor:
 
 
 def _pack_expert(weights: ExpertWeights) -> PackedExpert:
+    """The kernel reads 16-bit weights: packed ones are decoded, once, and rounded to bfloat16."""
+
+    def wide(matrix: Tensor) -> Tensor:
+        return matrix.decode().to(torch.bfloat16) if isinstance(matrix, PackedWeight) else matrix
+
     def stacked(name: str) -> Tensor:
-        return torch.stack([getattr(layer, name) for layer in weights.layers])
+        return torch.stack([wide(getattr(layer, name)) for layer in weights.layers])
 
     return pack(
         stacked("qkv"), stacked("output"), stacked("gate_up"), stacked("down"),

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
+from torch import Tensor
 
 from ...contract import Identity
 from ...engine import arena_offsets
-from ...engine.dtypes import TORCH_DTYPE
-from .config import DTYPES, Pi05Config
-from .layout import EXPERT, expected_shapes
+from .config import Pi05Config
+from .layout import expected_shapes
 from .plan import build_contract
+from .sites import site_matrices
+from .tiers import formats_of, weight_bytes
+from .weights import load_weights
 
 _LIBRARIES = 1 << 30  # an allowance for CUDA's context, cuBLAS, cuDNN, and what graphs keep between kernels
+_COPIES = 4  # in float32, of one matrix at a time, that packing and the references of a tier make
 
 
 def needed_bytes(config: Pi05Config) -> int:
-    """Weights, the expert's packed copy where it is fused, every buffer of the contract, and what libraries take."""
-    size = _itemsize(config)
-    counts = {name: math.prod(shape) for name, shape in expected_shapes(config).items()}
-    packed = sum(count for name, count in counts.items() if name.startswith(EXPERT)) if config.fused else 0
+    """The most that is taken at one time, at a tier's true bytes, with what libraries take.
+
+    That is the weights, the expert's packed copy where its kernel has one, and every buffer of the contract; or, in a
+    tier, the 16-bit weights beside the packed ones, while these are made.
+
+    Raises:
+        SettingsError: the tier does not exist.
+    """
+    weights, formats = load_weights(_Shapes(config), config, torch.device("meta")), formats_of(config)
+    stored = weight_bytes(weights, formats).stored
+    matrices = site_matrices(weights)
+    narrow = {item.name for item in formats}
+    copied = sum(m.nbytes for site, m in matrices.items() if site.startswith("expert.")) if config.fused else 0
     _, arena = arena_offsets(build_contract(config, Identity(policy="pi05", weights="")))
-    return (sum(counts.values()) + packed) * size + arena + _LIBRARIES
+    running, packing = stored + copied + arena, 0
+    if narrow:
+        packing = weight_bytes(weights).stored + stored
+    multiplied = [matrices[site].numel() for site in narrow if not site.endswith(".embedding")]
+    return max(running, packing) + 4 * _COPIES * max(multiplied, default=0) + _LIBRARIES
 
 
-def _itemsize(config: Pi05Config) -> int:
-    return torch.empty((), dtype=TORCH_DTYPE[DTYPES[config.dtype]]).element_size()
+class _Shapes:
+    """A checkpoint of this configuration without its values."""
+
+    def __init__(self, config: Pi05Config) -> None:
+        self._shapes = expected_shapes(config)
+        self.nbytes = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
+
+    def tensor(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta", dtype=torch.bfloat16)

@@ -54,9 +54,13 @@ class Normaliser:
         """Model's units → robot's units; float32[..., n]."""
         value: np.ndarray = y.astype(np.float32)
         if self.kind == "range":
-            value = (value + np.float32(1)) * self.span / np.float32(2) + self.low
+            value += np.float32(1)
+            value *= self.span
+            value /= np.float32(2)
+            value += self.low
         elif self.kind == "standard":
-            value = value * self.span + self.low
+            value *= self.span
+            value += self.low
         return value
 
     def digest(self) -> str:

@@ -16,7 +16,7 @@ from ...ops.report import KernelReport
 from ...precision.fidelity import NOT_GATED
 from ...precision.ops import tier_ops
 from .config import Pi05Config
-from .plan import build_contract, variant_name
+from .plan import build_contract
 from .processor import Pi05Processor
 from .stages import Pi05Stages
 from .tiers import choose_tier, gate, pack_weights, require_gpu
@@ -79,11 +79,13 @@ class Pi05Policy:
         """See `Policy.write_prompt`; what counts is what the session holds, as a capsule may have changed it."""
         text = self.processor.text(instruction, state)
         prompt = self.processor.prompt(text)
-        if "tokens" in session.unfilled or not np.array_equal(session.read("tokens"), prompt.tokens):
-            session.fill("tokens", prompt.tokens)
+        if not self.processor.is_content(prompt, session.content("tokens")) or "tokens" in session.unfilled:
+            if "tokens" in session.unfilled or not np.array_equal(session.read("tokens"), prompt.tokens):
+                session.fill("tokens", prompt.tokens)
+            self.processor.note_content(prompt, session.content("tokens"))
         session.set_extent("prompt_rows", prompt.count)
         session.set_extent("prefix_rows", self.config.image_rows + prompt.count)
-        session.select(variant_name(prompt.bucket))
+        session.select(prompt.variant)
         return text
 
     def actions(self, session: Session, state: np.ndarray | None) -> np.ndarray:
@@ -91,12 +93,27 @@ class Pi05Policy:
         return self.processor.actions(session.read("actions"), state)
 
 
+class Loaded:
+    """Weights that are handed over once: whoever takes them can free what they replace.
+
+    Attributes:
+        digest: SHA-256 of the checkpoint's tensors.
+    """
+
+    def __init__(self, weights: Pi05Weights, digest: str) -> None:
+        self.digest = digest
+        self._weights = [weights]
+
+    def take(self) -> Pi05Weights:
+        """The weights, which are not kept here."""
+        return self._weights.pop()
+
+
 def assemble(
     config: Pi05Config,
-    weights: Pi05Weights,
+    loaded: Loaded,
     processor: Pi05Processor,
     *,
-    weights_digest: str,
     checkpoint: str,
     device: torch.device,
     ops: OpTable | None = None,
@@ -104,7 +121,7 @@ def assemble(
     """Put the parts of a policy together, in the tier that `config` asks for.
 
     Args:
-        weights_digest: SHA-256 of the checkpoint's tensors.
+        loaded: weights in `config.dtype`, which are taken.
         checkpoint: path of the weights, or "preset:<name>".
         ops: implementations to call; the PyTorch references by default.
 
@@ -114,7 +131,7 @@ def assemble(
     table = ops or reference_ops()
     identity = Identity(
         policy="pi05",
-        weights=_model_digest(weights_digest, config),
+        weights=_model_digest(loaded.digest, config),
         precision=config.dtype,
         kernels=",".join(table.replaced()) or "reference",
         views=config.views,
@@ -125,9 +142,12 @@ def assemble(
         architecture=_architecture(device),
     )
     tier = choose_tier(config, identity)
+    weights = loaded.take()
     if tier is not None:
         identity = replace(identity, precision=tier.identity)
         weights, table = pack_weights(weights, tier), tier_ops(table)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the 16-bit weights are no longer there
     contract = replace(build_contract(config, identity), formats=tier.formats if tier else ())
     stages: Pi05Stages = Pi05Stages(config, weights, table)
     reports: tuple[KernelReport, ...] = ()

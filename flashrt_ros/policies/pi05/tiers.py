@@ -45,6 +45,14 @@ def narrow_formats(tier: Tier, config: Pi05Config) -> tuple[SiteFormat, ...]:
     return tuple(item for item in tier.formats(site_names(config)) if not item.wide)
 
 
+def formats_of(config: Pi05Config) -> tuple[SiteFormat, ...]:
+    """Formats of the sites that the tier of `config` does not leave 16-bit; SettingsError if there is no such tier."""
+    try:
+        return narrow_formats(load_tier(config.precision), config)
+    except PrecisionError as error:
+        raise SettingsError(str(error)) from None
+
+
 def tier_key(config: Pi05Config, tier: Tier, identity: Identity) -> Contract:
     """The contract that a calibration of `tier` belongs to, for a policy of this configuration and identity.
 

@@ -222,6 +222,38 @@ def test_after_a_restore_another_prompt_is_written_again() -> None:
     assert "prompt" in runner.decide().replayed
 
 
+def test_tokens_that_somebody_else_wrote_are_replaced_by_the_prompt() -> None:
+    runner = started()
+    runner.decide()
+    written = runner.session.read("tokens")
+    runner.session.fill("tokens", np.full_like(written, 7))
+    assert "prompt" in runner.decide().replayed
+    np.testing.assert_array_equal(runner.session.read("tokens"), written)
+
+
+def test_an_equal_prompt_that_somebody_else_wrote_is_not_written_again() -> None:
+    runner = started()
+    runner.decide()
+    runner.session.fill("tokens", runner.session.read("tokens"))
+    version = runner.session.versions["tokens"]
+    for _ in range(2):
+        runner.decide()
+        assert runner.session.versions["tokens"] == version
+
+
+def test_sessions_of_one_policy_keep_their_prompts_apart() -> None:
+    policy = small_policy()
+    runners = [PolicyRunner.start(policy, seed=1) for _ in range(2)]
+    for runner, instruction in zip(runners, (INSTRUCTION, LONGER), strict=True):
+        look(runner)
+        runner.set_instruction(instruction)
+    alone = [runner.decide().actions for runner in runners]
+    for _ in range(2):
+        for runner, actions in zip(runners, alone, strict=True):
+            runner.session.seed(1)
+            assert np.array_equal(runner.decide().actions, actions)
+
+
 # -- contract ----------------------------------------------------------------------------------------------------------
 
 

@@ -150,6 +150,37 @@ def test_relative_actions_in_another_order_of_names() -> None:
     np.testing.assert_allclose(made.actions(rows(-1, 0, 1), STATE), [[8 + 3, 2 + 2, 0 + 1]] * 2)
 
 
+def test_columns_side_by_side_give_the_bits_of_the_same_ones_scattered() -> None:
+    values = rows(0.123, -0.456, 0.789)
+    straight = processor(action_names=("b", "c"), action_columns=(1, 2)).actions(values, None)
+    turned = processor(action_names=("c", "b"), action_columns=(2, 1)).actions(values, None)
+    assert straight.tobytes() == turned[:, ::-1].tobytes()
+    ranges = range_normaliser(np.zeros(3), np.array([2.0, 4.0, 8.0]))
+    assert straight.tobytes() == ranges.unnormalise(values[:, :3])[:, [1, 2]].tobytes()
+
+
+def test_absolute_actions_among_relative_ones_keep_every_bit() -> None:
+    span = np.array([2.0, 4.0, 8.0])
+    made = Pi05Processor(
+        config(relative_actions=True, absolute_actions=("a", "c")),
+        TOKENIZER,
+        Normalisers(range_normaliser(np.zeros(3), span), normaliser_from({}, "IDENTITY", 3, eps=0, what="action")),
+    )
+    actions = made.actions(rows(-0.0, -0.0, 0.0), STATE)
+    assert np.signbit(actions).tolist() == [[True, False, False]] * 2
+    assert actions[0, 1] == 2
+
+
+def test_each_state_is_added_and_checked_though_the_one_before_is_remembered() -> None:
+    made = processor(relative_actions=True)
+    for state in (STATE, STATE + 1, STATE):
+        np.testing.assert_array_equal(made.actions(rows(-1, -1, -1), state), [state] * 2)
+    with pytest.raises(PolicyError, match="state has shape"):
+        made.actions(rows(0, 0, 0), STATE[None])
+    with pytest.raises(PolicyError, match="not finite"):
+        made.actions(rows(0, 0, 0), np.array([0, np.nan, 0], np.float32))
+
+
 def test_relative_actions_need_a_state() -> None:
     with pytest.raises(PolicyError, match="actions are relative to the robot's state"):
         processor(relative_actions=True).actions(rows(0, 0, 0), None)
@@ -240,3 +271,14 @@ def test_a_refused_instruction_does_not_hide_behind_the_one_before() -> None:
     for _ in range(2):
         with pytest.raises(PromptError, match="empty"):
             made.text(" ", STATE)
+
+
+def test_a_prompt_is_known_by_the_content_that_it_was_found_in() -> None:
+    made = processor()
+    one, other = made.prompt("Task: one"), made.prompt("Task: other")
+    assert not made.is_content(one, 5)
+    made.note_content(one, 5)
+    assert made.is_content(one, 5)
+    assert not made.is_content(one, 6)
+    assert not made.is_content(other, 5)
+    assert one.variant == "prompt_32"

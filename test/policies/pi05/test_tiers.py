@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from flashrt_ros.contract import Contract
 from flashrt_ros.engine import Session
 from flashrt_ros.policies import SettingsError
 from flashrt_ros.policies.pi05 import Pi05Policy, build, cuda_plan, tiers
+from flashrt_ros.policies.pi05 import policy as policy_module
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.layout import expected_shapes
+from flashrt_ros.policies.pi05.memory import needed_bytes
 from flashrt_ros.policies.pi05.sites import change_sites, foldable_sites, site_matrices, site_names
 from flashrt_ros.policies.pi05.tiers import narrow_formats, tier_key, weight_bytes
 from flashrt_ros.policies.pi05.weights import Pi05Weights, load_weights
@@ -323,10 +326,56 @@ def test_a_gpu_without_the_tensor_cores_is_refused_with_site_and_reason(
     tiers.require_gpu(chosen, torch.device("cuda"))
 
 
-def test_fused_kernels_of_16_bits_do_not_take_a_tier(tmp_path: Path) -> None:
+def test_fused_stages_take_a_tier() -> None:
     config = dataclasses.replace(true_config(), precision="8-bit", calibration="x")
-    assert cuda_plan.unsuited(true_config(), (9, 0)) == ""
-    assert "16-bit weights, the policy is in precision '8-bit'" in cuda_plan.unsuited(config, (9, 0))
+    assert cuda_plan.unsuited(config, (9, 0)) == ""
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_tier_is_that_of_its_packed_weights(true_weights: Pi05Weights) -> None:
+    wide = dataclasses.replace(true_config(), max_pixels=1 << 32)  # so large that running takes more than packing
+    copied = expert_bytes(true_weights)
+    kept = {"16-bit": weight_bytes(true_weights).stored + copied}
+    largest = 2 * wide.language_hidden * wide.language_width
+    for name in ("8-bit", "4-bit-expert", "4-bit"):
+        formats = narrow_formats(load_tier(name), wide)
+        kept[name] = weight_bytes(true_weights, formats).stored + copied + 4 * 4 * largest
+    needed = {name: needed_bytes(dataclasses.replace(wide, precision=name)) for name in kept}
+    assert len({needed[name] - kept[name] for name in kept}) == 1
+
+
+def expert_bytes(weights: Pi05Weights) -> int:
+    """What the expert's kernel copies."""
+    return sum(matrix.nbytes for site, matrix in site_matrices(weights).items() if site.startswith("expert."))
+
+
+def test_packing_needs_both_at_once(true_weights: Pi05Weights) -> None:
+    formats = narrow_formats(load_tier("8-bit"), true_config())
+    both = weight_bytes(true_weights).stored + weight_bytes(true_weights, formats).stored
+    assert needed_bytes(dataclasses.replace(true_config(), precision="8-bit")) > both
+
+
+def test_the_memory_of_an_unknown_tier_is_a_mistake_in_the_settings() -> None:
+    with pytest.raises(SettingsError, match="unknown precision '2-bit'"):
+        needed_bytes(dataclasses.replace(true_config(), precision="2-bit"))
+
+
+def test_what_was_packed_is_not_kept_in_16_bits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide: list[weakref.ref[Pi05Weights]] = []
+
+    def watched(weights: Pi05Weights, chosen: tiers.ChosenTier) -> Pi05Weights:
+        wide.append(weakref.ref(weights))
+        return tiers.pack_weights(weights, chosen)
+
+    def gated(*_: object, **__: object) -> str:
+        assert wide[0]() is None
+        return ""
+
+    monkeypatch.setattr(policy_module, "pack_weights", watched)
+    monkeypatch.setattr(policy_module, "gate", gated)
+    small_policy(**kept(tmp_path, "8-bit"))
 
 
 def test_a_weight_that_is_not_finite_names_its_site(tmp_path: Path) -> None:

@@ -1,0 +1,217 @@
+"""The fused stages for weights in a precision tier: layers of vision and prefix with packed sites.
+
+A norm, a GELU or a GeGLU writes the codes that the product behind it reads, so that nothing is quantised in a step of
+its own but what attention gives. A layer whose sites are all 16-bit runs as in `CudaStages`. How each site is
+multiplied is chosen in `cuda_products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...ops import OpTable
+from ...ops.cuda import rows as kernels
+from ...ops.cuda.attention import PrefixAttention, image_attention
+from ...ops.cuda.errors import KernelError
+from ...ops.report import KernelReport
+from ...precision.packed import PackedWeight
+from .config import Pi05Config
+from .cuda_products import DECODED_ONCE, DECODED_REASON, Product, as_codes, kind_of, product_of, quantised
+from .cuda_stages import Arena, CudaStages
+from .sites import site_matrices
+from .weights import Dense, GemmaLayer, Pi05Weights, VisionLayer
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """The four products of a layer; `up` is gate and up in the prefix."""
+
+    qkv: Product
+    output: Product
+    up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
+class PartProducts:
+    """The products of vision or prefix.
+
+    Attributes:
+        layers: None for a layer that is all 16-bit.
+        last: keys and values of the last prefix layer; None where they are 16-bit, and in vision.
+    """
+
+    layers: tuple[LayerProducts | None, ...]
+    last: Product | None = None
+
+
+class TierStages(CudaStages):
+    """`CudaStages` that also reads packed weights.
+
+    A part with a site that this GPU cannot multiply is told when it is called: a `KernelError` that names the site.
+    """
+
+    def __init__(
+        self,
+        config: Pi05Config,
+        weights: Pi05Weights,
+        ops: OpTable,
+        *,
+        persistent: bool = True,
+        overlap: bool = False,
+        fused_gate_up: bool = True,
+    ) -> None:
+        super().__init__(
+            config, weights, ops, persistent=persistent, overlap=overlap, fused_gate_up=fused_gate_up
+        )  # fmt: skip
+        self._products: dict[str, Product] = {}
+        self._vision = _or_error(self._vision_products)
+        self._prefix = _or_error(self._prefix_products)
+        self.has_wide_prefix = isinstance(self._prefix, PartProducts) and None in self._prefix.layers
+        """A layer of the prefix runs as in 16-bit, and so does its product of gate and up."""
+
+    def product_reports(self) -> tuple[KernelReport, ...]:
+        """How the products of each kind are multiplied, where not all of a part is 16-bit."""
+        ways: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
+        for site, product in self._products.items():
+            ways.setdefault(kind_of(site), []).append(product.way)
+            reasons.setdefault(kind_of(site), []).append(product.reason)
+        return (
+            tuple(
+                KernelReport(kind, " and ".join(_distinct(ways[kind])), "; ".join(_distinct(reasons[kind])))
+                for kind in ways
+            )
+            + self._expert_reports()
+        )
+
+    def _expert_reports(self) -> tuple[KernelReport, ...]:
+        """Of the kinds of the expert that are packed."""
+        matrices = site_matrices(self._weights).items()
+        kinds = dict.fromkeys(
+            kind_of(s) for s, m in matrices if s.startswith("expert.") and isinstance(m, PackedWeight)
+        )
+        return tuple(KernelReport(kind, DECODED_ONCE, DECODED_REASON) for kind in kinds)
+
+    def _make(self, site: str, weight: Tensor, bias: Tensor | None = None) -> Product:
+        product = product_of(site, weight, bias, overlap=self._overlap)
+        self._products[site] = product
+        return product
+
+    # -- vision --------------------------------------------------------------------------------------------------------
+
+    def _vision_products(self) -> PartProducts:
+        def of_layer(index: int, layer: VisionLayer) -> LayerProducts | None:
+            denses = {"qkv": layer.qkv, "output": layer.output, "up": layer.up, "down": layer.down}
+            if not any(isinstance(dense.weight, PackedWeight) for dense in denses.values()):
+                return None
+            return LayerProducts(
+                **{name: self._make(f"vision.{name}.{index}", d.weight, d.bias) for name, d in denses.items()}
+            )
+
+        return PartProducts(tuple(of_layer(i, layer) for i, layer in enumerate(self._weights.vision.layers)))
+
+    def _vision_layer(self, index: int, arena: Arena, branch: Tensor | None) -> Tensor:
+        products = _there(self._vision).layers[index]
+        if products is None:
+            return super()._vision_layer(index, arena, branch)
+        layer, spare = self._weights.vision.layers[index], _spare(arena)
+        qkv, hidden = arena["vision_qkv"], arena["vision_hidden"]
+        products.qkv.linear(self._vision_input(arena, layer.norm1, branch, products.qkv), qkv, spare)
+        mixed = image_attention(qkv, images=len(self._config.views), heads=self._config.vision_heads)
+        added = products.output.branch(quantised(mixed, products.output.quantiser, self._overlap), spare)
+        normed = self._vision_input(arena, layer.norm2, added, products.up)
+        return products.down.branch(products.up.gelu(normed, hidden, spare, products.down.quantiser), spare)
+
+    def _vision_input(self, arena: Arena, norm: Dense, branch: Tensor | None, product: Product) -> Tensor:
+        """Add the branch; the normalised rows as `product` takes them."""
+        out = _as_input(arena["vision_normed"], product)
+        kernels.layer_norm(
+            arena["vision_residual"], norm.weight, norm.bias, eps=self._config.eps, out=out, branch=branch,
+            quantiser=product.quantiser, overlap=self._overlap,
+        )  # fmt: skip
+        return out
+
+    # -- prefix --------------------------------------------------------------------------------------------------------
+
+    def _prefix_products(self) -> PartProducts:
+        def of_layer(index: int, layer: GemmaLayer) -> LayerProducts | None:
+            matrices = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
+            if not any(isinstance(matrix, PackedWeight) for matrix in matrices.values()):
+                return None
+            made = {name: self._make(f"prefix.{name}.{index}", matrix) for name, matrix in matrices.items()}
+            return LayerProducts(made["qkv"], made["output"], made["gate_up"], made["down"])
+
+        weights = self._weights.prefix
+        layers = tuple(of_layer(index, layer) for index, layer in enumerate(weights.layers))
+        if not isinstance(weights.last_key_value, PackedWeight):
+            return PartProducts(layers)
+        return PartProducts(layers, self._make(f"prefix.qkv.{len(layers)}", weights.last_key_value))
+
+    def _prefix_layer(
+        self, index: int, arena: Arena, attention: PrefixAttention, branch: Tensor | None, key: Tensor, value: Tensor
+    ) -> Tensor | None:
+        products, rows = _there(self._prefix).layers[index], attention.rows
+        if products is None:
+            self._add(arena, rows, branch)
+            return super()._prefix_layer(index, arena, attention, None, key, value)
+        config, spare = self._config, _spare(arena)
+        qkv, hidden = arena["prefix_qkv"][:rows], arena["prefix_hidden"][:rows]
+        query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
+        products.qkv.linear(self._prefix_input(arena, rows, branch, products.qkv), qkv, spare)
+        self._write_qkv(arena, qkv, query, key, value, normalised=True)
+        mixed = quantised(attention(query, key, value), products.output.quantiser, self._overlap)
+        normed = self._prefix_input(arena, rows, products.output.branch(mixed, spare), products.up)
+        return products.down.branch(products.up.geglu(normed, hidden, spare, products.down.quantiser), spare)
+
+    def _last_key_value(self, arena: Arena, residual: Tensor, branch: Tensor | None, out: Tensor) -> bool:
+        product, rows = _there(self._prefix).last, residual.shape[0]
+        if product is None:
+            self._add(arena, rows, branch)
+            return super()._last_key_value(arena, residual, None, out)
+        product.linear(self._prefix_input(arena, rows, branch, product), out, _spare(arena))
+        return True
+
+    def _prefix_input(self, arena: Arena, rows: int, branch: Tensor | None, product: Product | None) -> Tensor:
+        """Add the branch; the normalised rows as `product` takes them."""
+        out = _as_input(arena["prefix_normed"][:rows], product)
+        kernels.residual_rms_norm(
+            arena["prefix_residual"][:rows], branch, eps=self._config.eps, out=out,
+            quantiser=None if product is None else product.quantiser, overlap=self._overlap,
+        )  # fmt: skip
+        return out
+
+    def _add(self, arena: Arena, rows: int, branch: Tensor | None) -> None:
+        """Add the branch in front of a layer that takes none; the norm that comes with that is not used."""
+        if branch is not None:
+            self._prefix_input(arena, rows, branch, None)
+
+
+def _as_input(buffer: Tensor, product: Product | None) -> Tensor:
+    return buffer if product is None or product.quantiser is None else as_codes(buffer)
+
+
+def _spare(arena: Arena) -> Tensor:
+    """The largest scratch of the context, which fused products of gate and up leave unused."""
+    return arena["prefix_gate_up"].flatten()
+
+
+def _distinct(texts: list[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text for text in texts if text))
+
+
+def _or_error(make: Callable[[], PartProducts]) -> PartProducts | KernelError:
+    """What `make` gives, or why there is none: that part alone runs as reference then."""
+    try:
+        return make()
+    except KernelError as error:
+        return error
+
+
+def _there(products: PartProducts | KernelError) -> PartProducts:
+    if isinstance(products, KernelError):
+        raise products
+    return products

@@ -1,0 +1,231 @@
+"""How each site is multiplied on a GPU, as far as it needs none: choices, refusals, memory, scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flashrt_ros.contract import SiteFormat
+from flashrt_ros.ops.cuda import gemm
+from flashrt_ros.ops.cuda.compiler import full_text
+from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.expert import ExpertWeights as PackedExpert
+from flashrt_ros.ops.cuda.gemm import CODES
+from flashrt_ros.ops.cuda.rows import Quantiser
+from flashrt_ros.ops.report import KernelReport
+from flashrt_ros.policies.pi05 import cuda_plan, cuda_products
+from flashrt_ros.policies.pi05.cuda_plan import FUSED, kernel_identity
+from flashrt_ros.policies.pi05.cuda_products import (
+    PARTS_OF_K,
+    CodesProduct,
+    DecodedProduct,
+    LibraryProduct,
+    PackedProduct,
+    Product,
+    as_codes,
+    carve,
+    kind_of,
+    product_of,
+)
+from flashrt_ros.policies.pi05.cuda_stages import _pack_expert
+from flashrt_ros.policies.pi05.weights import Dense, ExpertWeights, GemmaLayer
+from flashrt_ros.precision import e4m3
+from flashrt_ros.precision.nvfp4 import Nvfp4
+from flashrt_ros.precision.packed import PackedWeight
+
+H200 = 132
+OUTPUTS, INPUTS = 96, 64
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "unsuited", lambda _: "")
+
+
+@pytest.fixture
+def other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "unsuited", lambda _: "this GPU is sm_120a")
+
+
+def packed(site: str, weight: str, activation: str, multiplier: Tensor | None = None) -> PackedWeight:
+    matrix = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scale = None if activation == "16-bit" else torch.tensor([0.02])
+    return PackedWeight(matrix, SiteFormat(site, weight, activation), scale, multiplier)
+
+
+def made(site: str, weight: str, activation: str) -> Product:
+    return product_of(site, packed(site, weight, activation), None, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("site", "weight", "activation", "way"),
+    [
+        ("vision.qkv.3", "e4m3", "e4m3", "fp8"),
+        ("prefix.gate_up.0", "e4m3_tensor", "e4m3", "fp8"),
+        ("vision.down.0", "e4m3", "e4m3", "fp8, 3 parts"),
+        ("prefix.down.11", "e4m3", "e4m3", "fp8, 4 parts"),
+        ("prefix.qkv.0", "nvfp4", "e4m3", "decoded"),
+        ("prefix.qkv.0", "nvfp4", "16-bit", "decoded"),
+        ("prefix.qkv.0", "e4m3", "16-bit", "decoded"),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_on_hopper_every_format_but_nvfp4_activations_has_a_way(
+    site: str, weight: str, activation: str, way: str
+) -> None:
+    product = made(site, weight, activation)
+    assert product.way == way
+    assert bool(product.reason) == (way == "decoded")
+    assert (product.quantiser is None) == (activation == "16-bit")
+
+
+@pytest.mark.usefixtures("other_gpu")
+def test_elsewhere_codes_go_to_the_library_and_what_is_decoded_is_refused() -> None:
+    product = made("prefix.down.0", "e4m3", "e4m3")
+    assert isinstance(product, LibraryProduct)
+    assert (product.way, product.reason) == ("cublaslt_fp8", "this GPU is sm_120a")
+    with pytest.raises(KernelError, match=r"site 'prefix\.down\.0': nvfp4 x e4m3 is decoded .*sm_120a"):
+        made("prefix.down.0", "nvfp4", "e4m3")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_nvfp4_activations_are_refused_by_site() -> None:
+    with pytest.raises(KernelError, match=r"site 'prefix\.qkv\.2': no kernel multiplies nvfp4 x nvfp4"):
+        made("prefix.qkv.2", "nvfp4", "nvfp4")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_multiplier_that_no_norm_could_apply_is_refused_by_site() -> None:
+    weight = packed("prefix.output.1", "e4m3", "e4m3", torch.ones(INPUTS))
+    with pytest.raises(KernelError, match=r"site 'prefix\.output\.1': its input does not come from a norm"):
+        product_of("prefix.output.1", weight, None, overlap=True)
+    assert made("prefix.qkv.1", "e4m3", "e4m3").quantiser is not None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_16_bit_site_goes_to_cublaslt() -> None:
+    weight, bias = torch.randn(OUTPUTS, INPUTS).bfloat16(), torch.randn(OUTPUTS).bfloat16()
+    product, x = product_of("vision.up.0", weight, bias, overlap=False), torch.randn(5, INPUTS).bfloat16()
+    assert (product.way, product.reason, product.quantiser) == ("cublaslt", "", None)
+    out, hidden = torch.empty(5, OUTPUTS).bfloat16(), torch.empty(5, OUTPUTS).bfloat16()
+    product.linear(x, out, torch.empty(0))
+    assert product.gelu(x, hidden, torch.empty(0), None) is hidden
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(hidden.double(), F.gelu(exact, approximate="tanh"), rtol=1e-2, atol=2e-2)
+    spare = torch.empty(5 * OUTPUTS + 3).bfloat16()
+    branch = product.branch(x, spare)
+    assert torch.equal(branch, out)
+    assert branch.data_ptr() == spare.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [("e4m3", "e4m3"), ("e4m3_tensor", "e4m3"), ("e4m3", "16-bit"), ("nvfp4", "e4m3"), ("nvfp4", "16-bit")],
+)
+@pytest.mark.usefixtures("hopper")
+def test_codes_and_the_factor_behind_them_are_the_weight(weight: str, activation: str) -> None:
+    product = made("prefix.qkv.0", weight, activation)
+    assert isinstance(product, PackedProduct)
+    stored, one = product.packed, torch.ones(1)
+    nvfp4 = stored.tensor_scale is not None
+    codes = Nvfp4(stored.codes, stored.scales, one, INPUTS).decode() if nvfp4 else e4m3.decode(stored.codes)
+    assert torch.equal(codes.bfloat16().float(), codes)  # exact, whichever way it is multiplied
+    scale = one if stored.input_scale is None else stored.input_scale
+    torch.testing.assert_close(codes * product.factor[:, None], stored.decode() * scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.usefixtures("hopper")
+def test_slices_cover_every_output_once_and_fit(ways: int) -> None:
+    product = made("prefix.qkv.0", "nvfp4", "16-bit")
+    assert isinstance(product, DecodedProduct)
+    spare = torch.empty(300 * INPUTS * ways)
+    slices = list(product._slices(1000, spare, ways))
+    assert [row for part in slices for row in range(part.start, part.stop)] == list(range(1000))
+    assert all(ways * (part.stop - part.start) * INPUTS <= spare.numel() for part in slices)
+    assert all(part.start % 128 == 0 for part in slices)
+    with pytest.raises(KernelError, match="no room to decode 128 outputs of 64 inputs in 100 values"):
+        product._slices(1000, torch.empty(100), ways)
+
+
+def test_too_little_spare_memory_is_refused() -> None:
+    with pytest.raises(KernelError, match="3 rows of 4 find no room in 11 spare values"):
+        carve(torch.empty(11), 3, 4)
+
+
+def test_codes_lie_in_the_first_half_of_what_they_replace() -> None:
+    buffer = torch.empty(6, 32, dtype=torch.bfloat16)
+    codes = as_codes(buffer)
+    assert (codes.dtype, codes.shape, codes.data_ptr()) == (CODES, buffer.shape, buffer.data_ptr())
+    assert codes.is_contiguous()
+    codes.view(torch.uint8).fill_(0xFF)
+    assert buffer.flatten()[: 3 * 32].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "tile", "waves"),
+    [("vision.down", 512, 1152, 128, 1), ("prefix.down", 712, 2048, 184, 2), ("prefix.qkv", 712, 2560, 120, 1)],
+)
+def test_parts_fill_whole_waves_of_an_h200(kind: str, rows: int, outputs: int, tile: int, waves: int) -> None:
+    units = -(-outputs // 128) * PARTS_OF_K.get(kind, 1)
+    assert gemm.tile_rows(rows, units, H200) == tile
+    blocks = -(-rows // tile) * units
+    assert (waves - 1) * H200 < blocks <= waves * H200
+    assert blocks > 0.8 * waves * H200
+
+
+def test_the_kind_of_a_site_has_no_layer() -> None:
+    assert kind_of("prefix.gate_up.12") == "prefix.gate_up"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_product_of_codes_without_its_scale_is_refused() -> None:
+    weight = packed("prefix.qkv.0", "e4m3", "e4m3")
+    weight.input_scale = None
+    with pytest.raises(KernelError, match=r"site 'prefix\.qkv\.0': e4m3 activations without a scale"):
+        cuda_products.input_quantiser(weight)
+    assert isinstance(made("prefix.qkv.0", "e4m3", "e4m3"), CodesProduct)
+    assert isinstance(made("prefix.qkv.0", "e4m3", "e4m3").quantiser, Quantiser)
+
+
+def test_the_identity_says_how_products_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (KernelReport("vision", FUSED), KernelReport("prefix", FUSED), KernelReport("expert", reason="none yet"))
+    plain = kernel_identity(parts, "reference")
+    assert plain.startswith("reference; fused vision,prefix ")
+    own, library = ((*parts, KernelReport("prefix.down", way)) for way in ("fp8, 4 parts", "cublaslt_fp8"))
+    assert len({plain, kernel_identity(own, "reference"), kernel_identity(library, "reference")}) == 3
+    assert kernel_identity(parts[2:], "reference") == "reference"
+    monkeypatch.setattr(cuda_plan, "full_text", lambda source: source.name)
+    assert kernel_identity(parts, "reference") != plain
+
+
+@pytest.mark.parametrize("name", ["expert", "gemm", "norms", "pixels", "prefix", "quantise"])
+def test_every_source_of_the_stages_is_in_the_identity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (KernelReport("vision", FUSED),)
+    before = kernel_identity(parts, "reference")
+    monkeypatch.setattr(
+        cuda_plan, "full_text", lambda source: full_text(source) + ("// changed" if source.name == name else "")
+    )
+    assert kernel_identity(parts, "reference") != before
+
+
+@pytest.mark.parametrize("weight", ["nvfp4", "e4m3"])
+def test_an_expert_with_packed_weights_is_decoded_for_its_kernel(weight: str) -> None:
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / 32).bfloat16()
+
+    generator = torch.Generator().manual_seed(3)
+    output, gate_up, down = draw(1024, 2048), draw(8192, 1024), draw(1024, 4096)
+    table = SiteFormat("expert.qkv.0", weight, "16-bit")
+    narrow = PackedWeight(draw(2560, 1024), table, None, None)
+    ends = Dense(draw(1024, 32), draw(1024)), Dense(draw(32, 1024), draw(32))
+
+    def made(qkv: Tensor) -> PackedExpert:
+        return _pack_expert(ExpertWeights(ends[0], (GemmaLayer(qkv, output, gate_up, down),), ends[1]))
+
+    got, expected = made(narrow), made(narrow.decode().bfloat16())
+    assert got.project.dtype == torch.bfloat16
+    assert torch.equal(got.project, expected.project)
