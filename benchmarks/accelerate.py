@@ -36,8 +36,9 @@ OUT = Path(__file__).parent / "results" / "h200_accelerate.json"
 PROTOCOL = (
     "Complete calls, host clock, from arguments on the device to a finished result there; eager and accelerated in "
     "interleaved rounds of one process, medians of rounds; the interval is of the median ratio, from order statistics, "
-    "95 %. compile_ms: median of 20 calls of torch.compile in its default mode, after three; LeRobot's policies with "
-    "the TF32 that their own switch sets. Parity: three examples, against the eager model with equal random seed."
+    "95 %. A turn is 50 ms of calls, at least one, after one that does not count. compile_ms: median of 20 calls of "
+    "torch.compile in its default mode, after three; LeRobot's policies with the TF32 that their own switch sets. "
+    "Parity: three examples, against the eager model with equal random seed."
 )
 LEROBOTS_SWITCH = ("lerobot_pi05", "lerobot_pi0", "lerobot_smolvla")  # compile_model sets matmul precision "high"
 _PACKAGES = ("flashrt_ros", "torch", "triton", "lerobot", "transformers", "timm", "diffusers", "nvidia-cudnn-cu13")
@@ -73,8 +74,10 @@ class Planted(ModuleStructure[nn.Linear]):
 PLANTED = (Planted("planted_wrong", 0), Planted("planted_wrong_later", 1))
 
 
-def measure(name: str, setting: Setting, gates: Gates, compile_limit: int) -> dict[str, Any]:
-    """Everything about one model."""
+def measure(
+    name: str, setting: Setting, gates: Gates, compile_limit: int, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Everything about one model; what is known before it is compiled is given to `keep`, as that takes longest."""
     start = time.perf_counter()
     workload = MODELS[name](setting)
     built_s = time.perf_counter() - start
@@ -92,6 +95,7 @@ def measure(name: str, setting: Setting, gates: Gates, compile_limit: int) -> di
     result["eager_ms"] = result["eager_ms"] or _typical(workload, setting.device)
     result["accelerated_ms"] = result["accelerated_ms"] or result["eager_ms"]
     if compile_limit:
+        keep(result)
         result |= compiled(name, workload, setting, compile_limit)
     return result
 
@@ -169,10 +173,11 @@ def _typical(workload: Workload, device: torch.device, function: Callable[..., A
 def child(args: argparse.Namespace) -> int:
     """Measure one model in this process; its object goes to the file."""
     torch.manual_seed(0)
-    gates = Gates(rounds=args.rounds)
+    gates = Gates(rounds=args.rounds, fewest_calls=1, most_sets=args.most_sets)
     limit = args.compile_limit if args.models in args.compile.split(",") or args.compile == "all" else 0
     try:
-        result = measure(args.models, Setting(torch.device(args.device), args.tiny), gates, limit)
+        setting = Setting(torch.device(args.device), args.tiny)
+        result = measure(args.models, setting, gates, limit, lambda found: write(args.out, args.models, found))
     except Exception as error:
         traceback.print_exc()
         result = {"failed": f"{type(error).__name__}: {error}"}
@@ -182,15 +187,21 @@ def child(args: argparse.Namespace) -> int:
 
 def write(path: Path, name: str, result: dict[str, Any]) -> None:
     """Put one model's object into the file, in the order of MODELS."""
-    known = json.loads(path.read_text())["models"] if path.is_file() else {}
-    known[name] = result
-    facts = {"date": now(), "machine": machine(), "versions": versions(_PACKAGES), "protocol": PROTOCOL}
-    _save(path, known, facts)
+    _save(path, _known(path) | {name: result}, _facts())
+
+
+def _known(path: Path) -> dict[str, Any]:
+    models: dict[str, Any] = json.loads(path.read_text())["models"] if path.is_file() else {}
+    return models
+
+
+def _facts() -> dict[str, Any]:
+    return {"date": now(), "machine": machine(), "versions": versions(_PACKAGES), "protocol": PROTOCOL}
 
 
 def merge(path: Path, others: Sequence[Path]) -> None:
     """Take the objects of other result files, of the same machine, into `path`; their circumstances too."""
-    known = json.loads(path.read_text())["models"] if path.is_file() else {}
+    known = _known(path)
     facts: dict[str, Any] = {}
     for other in others:
         facts = json.loads(other.read_text())
@@ -201,12 +212,14 @@ def merge(path: Path, others: Sequence[Path]) -> None:
 def _save(path: Path, known: dict[str, Any], facts: dict[str, Any]) -> None:
     ordered = {model: known[model] for model in MODELS if model in known}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"models": ordered, **facts}, indent=2) + "\n")
+    half = path.with_suffix(".part")  # whoever ends the process meanwhile leaves the old file or the new one
+    half.write_text(json.dumps({"models": ordered, **facts}, indent=2) + "\n")
+    half.replace(path)
 
 
 def summary(path: Path, names: list[str]) -> str:
     """The models as a table, and for each what was kept and refused."""
-    models = json.loads(path.read_text())["models"] if path.is_file() else {}
+    models = _known(path)
     rows, lines = [], []
     for name in names:
         r = models.get(name, {"failed": "no result"})
@@ -233,6 +246,7 @@ def main() -> int:
     parser.add_argument("--compile-limit", type=int, default=300, help="seconds that compiling may take (default: 300)")
     parser.add_argument("--limit", type=int, default=420, help="seconds that a model may take (default: 420)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: 9)")
+    parser.add_argument("--most-sets", type=int, default=8, help="sets of candidates that are tried (default: 8)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of the same kinds, so small that a CPU runs them")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -260,13 +274,15 @@ def _run(name: str, args: argparse.Namespace) -> bool:
     """One model in a process of its own."""
     command = [
         sys.executable, "-W", "ignore", "-m", "benchmarks.accelerate", "--child", "--models", name, "--compile",
-        args.compile, "--device", args.device, "--rounds", str(args.rounds), "--compile-limit",
-        str(args.compile_limit), "--out", str(args.out), *(["--tiny"] if args.tiny else []),
+        args.compile, "--device", args.device, "--rounds", str(args.rounds), "--most-sets", str(args.most_sets),
+        "--compile-limit", str(args.compile_limit), "--out", str(args.out), *(["--tiny"] if args.tiny else []),
     ]  # fmt: skip
+    _save(args.out, {model: found for model, found in _known(args.out).items() if model != name}, _facts())
     try:
         return subprocess.run(command, timeout=args.limit, check=False).returncode == 0
     except subprocess.TimeoutExpired:
-        write(args.out, name, {"failed": f"not finished after {args.limit} s"})
+        late, found = f"not finished after {args.limit} s", _known(args.out).get(name)
+        write(args.out, name, found | {"compile_failed": late} if found else {"failed": late})
         return False
 
 

@@ -102,11 +102,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu, cuda or cuda:N (default: cuda)")
     parser.add_argument("--seconds", type=float, default=40.0, help="time from the first chunk on")
     parser.add_argument("--name", default="h200_node", help="of the result file")
+    parser.add_argument("--logs", type=Path, help="folder for the processes' logs (default: not kept)")
     args = parser.parse_args()
     chosen = {**PARAMETERS, "device": args.device}
-    with tempfile.TemporaryDirectory() as logs:
-        params = parameter_file(args.checkpoint, Path(logs))
-        with running_graph(Path(logs), lambda: None, params, chosen, CAMERA_ARGUMENTS) as graph:
+    with tempfile.TemporaryDirectory() as folder:
+        params = parameter_file(args.checkpoint, Path(folder))
+        with running_graph(args.logs or Path(folder), lambda: None, params, chosen, CAMERA_ARGUMENTS) as graph:
             result = measure(graph, args.seconds)
     protocol = (
         f"{args.seconds:g} s. Stamps are of the system clock. start: the worker begins to fill the windows; "

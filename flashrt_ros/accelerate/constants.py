@@ -70,7 +70,9 @@ class Recording:
         index = self._next(name)
         dependent = _undetermined(function) or any(self._dependent.get(_storage(tensor), False) for tensor in inputs)
         if dependent:
-            _refuse_host(name, inputs, outputs)
+            # A constant without dimensions, wherever it is, becomes an argument of the kernel.
+            moved = [tensor for tensor in inputs if tensor.ndim or self._dependent.get(_storage(tensor), False)]
+            _refuse_host(name, inputs, moved + _results(outputs))
         else:
             self.results[index] = result
         held = {_storage(tensor) for tensor in inputs}
@@ -240,10 +242,20 @@ def _written(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | Non
     return changed
 
 
-def _refuse_host(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """CaptureError if an operation on dependent values moves them between the host and a device, or waits for them."""
-    devices = {tensor.device.type for tensor in (*(t for t in inputs if t.ndim), *outputs)}
+def _refuse_host(name: str, inputs: list[Tensor], together: list[Tensor]) -> None:
+    """CaptureError if an operation on dependent values moves them between the host and a device, or waits for them.
+
+    `together` are its inputs and results that must be in one place.
+    """
     operation = name.removeprefix("aten::").split(".")[0]
     masked = operation in _INDEXING and any(tensor.dtype == torch.bool for tensor in inputs[1:])
-    if operation in _TO_HOST or masked or len(devices) > 1:
+    if operation in _TO_HOST or masked or len({tensor.device.type for tensor in together}) > 1:
         raise CaptureError(f"{name} brings a value that depends on the inputs (or on chance) to or from the host")
+
+
+def _results(outputs: list[Tensor]) -> list[Tensor]:
+    """What an operation was called for: without the random seed and offset that attention returns for its gradient.
+
+    Outside a capture these are scalars on the host, made of nothing that a device computed.
+    """
+    return [tensor for tensor in outputs if tensor.ndim] or outputs

@@ -35,7 +35,8 @@ class Guard:
 
     A call is outside if it asks for gradients, if shape, dtype, device, strides or a plain argument differ from every
     example's, if the module changed between training and evaluation, if autocasting was switched, or if the weights
-    changed.
+    changed. On a GPU the counters of the weights, which may be hundreds, are read while it already works on the call:
+    `reason` first, then the call, then `afterwards`, whose reason makes the result void.
 
     Args:
         module: whose call is guarded.
@@ -62,7 +63,11 @@ class Guard:
             return "autocasting was switched"
         if signature(args, kwargs) not in self._accepted:
             return "shape, dtype, device, strides or a plain argument differ from the examples'"
-        return self._watch.reason()
+        return self._watch.told() if self._device == "cuda" else self._watch.reason()
+
+    def afterwards(self) -> str | None:
+        """Why the call that was just made must be made again by the original; None if it need not."""
+        return self._watch.reason() if self._device == "cuda" else None
 
     def _trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self._parameters)
@@ -74,7 +79,7 @@ def _device_type(module: nn.Module) -> str:
 
 
 class Stopwatch(Guard):
-    """A guard that sums up the seconds of its decisions."""
+    """A guard that sums up the seconds of its decisions, without those in which a GPU was still at work on the call."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -85,6 +90,15 @@ class Stopwatch(Guard):
         start = perf_counter()
         reason = self._guard.reason(args, kwargs)
         self.seconds += perf_counter() - start
+        return reason
+
+    def afterwards(self) -> str | None:
+        """The guard's own answer."""
+        start = perf_counter()
+        reason = self._guard.afterwards()
+        end = perf_counter()
+        if not torch.cuda.is_available() or torch.cuda.current_stream().query():
+            self.seconds += end - start
         return reason
 
 
@@ -114,8 +128,10 @@ class Guarded(InForce):
             except Outside as outside:
                 reason = str(outside)
             else:
-                self._row = 0
-                return result
+                reason = self.guard.afterwards()
+                if reason is None:
+                    self._row = 0
+                    return result
         self._missed(reason)
         return self.original(*args, **kwargs)
 

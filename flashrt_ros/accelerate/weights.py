@@ -36,6 +36,10 @@ class WeightWatch:
             for method, why in _EVENTS.items()
         ]
 
+    def told(self) -> str | None:
+        """What was noticed so far, without looking: memory that was given back, which nothing may read, among it."""
+        return self.changed or None
+
     def reason(self) -> str | None:
         """Why what was prepared is out of date; None while it is not."""
         if not self.changed and self._now() != self._versions:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashrt_ros.accelerate.calls import seeded
+from flashrt_ros.accelerate.constants import record
 from flashrt_ros.accelerate.errors import CaptureError
 from flashrt_ros.accelerate.graph import CapturedCall
 
@@ -190,6 +191,35 @@ REFUSED: dict[Callable[..., Any], str] = {
 def test_a_call_that_cannot_be_replayed_is_refused(call: Callable[..., Any]) -> None:
     with pytest.raises(CaptureError, match=REFUSED[call]):
         captured(call)
+
+
+# "meta" stands for a GPU: where tensors are is all that matters here.
+META = torch.ones(2, 2, device="meta")
+
+
+@torch.library.custom_op("flashrt_ros_test::attention", mutates_args=())
+def attention(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As memory-efficient attention on a GPU: what it computes, and a random seed on the host for its gradient."""
+    return x + 1, torch.empty((), dtype=torch.int64)
+
+
+@torch.library.custom_op("flashrt_ros_test::copied", mutates_args=())
+def copied(x: Tensor) -> Tensor:
+    """A copy on the host."""
+    return torch.empty(x.shape)
+
+
+attention.register_fake(lambda x: (x + 1, torch.empty((), dtype=torch.int64)))
+copied.register_fake(lambda x: torch.empty(x.shape))
+
+
+def test_the_random_seed_that_attention_returns_is_no_copy_to_the_host() -> None:
+    recording = record(lambda: attention(META)[0] * 2, [META])
+    assert recording.names
+    assert not recording.results
+    for call in (lambda: copied(META), lambda: copied(META.sum()), lambda: META * torch.rand(())):
+        with pytest.raises(CaptureError, match="to or from the host"):
+            record(call, [META])
 
 
 def test_a_call_that_changes_its_path_is_refused() -> None:

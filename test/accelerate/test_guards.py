@@ -136,6 +136,36 @@ def test_assigned_weights_are_noticed(model: nn.Sequential, report: Report) -> N
     assert misses(report) == {"weights were loaded anew": 1}
 
 
+def test_weights_that_are_looked_at_after_the_call_make_its_result_void(model: nn.Sequential, report: Report) -> None:
+    assert report._live is not None
+    guard, x = report._live.guarded[0].guard, examples()[0]
+    guard._device = "cuda"  # as a guard on a GPU decides; only the order differs
+    with torch.no_grad():
+        model(x)
+        assert misses(report) == {}
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        results = [model(x) for _ in range(2)]
+        assert misses(report) == {"weights were changed in place": 2}
+        report.detach()
+        assert all(torch.equal(result, model(x)) for result in results)
+
+
+def test_moved_weights_are_not_even_read(model: nn.Sequential, report: Report) -> None:
+    assert report._live is not None
+    guarded = report._live.guarded[0]
+    guarded.guard._device = "cuda"
+    guarded._call = _never
+    model.to(torch.float64).to(torch.float32)
+    with torch.no_grad():
+        model(examples()[0])
+    assert misses(report) == {"weights were moved or converted": 1}
+
+
+def _never(*_: object) -> Tensor:
+    raise AssertionError("memory of weights that have moved was read")
+
+
 def test_autocasting_runs_the_original(model: nn.Sequential, report: Report) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(examples()[0])
