@@ -11,7 +11,7 @@ from flashrt_ros.measure import circumstances
 from flashrt_ros.measure.circumstances import machine, now, significant
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("flashrt_ros", "torch", "numpy", "ros-rclpy", "opencv-python-headless")
+_PACKAGES = ("flashrt_ros", "torch", "cuda-core", "numpy", "ros-rclpy", "opencv-python-headless")
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
