@@ -11,7 +11,8 @@
 #   CASES     views x chunk (default: 2x10,2x50,3x10,3x50)
 #   TIERS     precision tiers of the step `tiers` (default: 8-bit 4-bit-expert 4-bit), at the first case
 #   SETTINGS  more arguments for verify, bench and profile, such as "--set dtype=bfloat16"
-# A rehearsal without a GPU: DEVICE=cpu PRESET=pi05_tiny TOKENS=111 CASES=2x10
+#   BENCH     more arguments for bench, such as "--rounds 5"
+# A rehearsal without a GPU: DEVICE=cpu PRESET=pi05_tiny TOKENS=111 CASES=2x10 BENCH="--rounds 1 --calls 2"
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results}
@@ -22,6 +23,7 @@ DEVICE=${DEVICE:-cuda}
 PRESET=${PRESET:-pi05}
 TOKENS=${TOKENS:-200}
 read -r -a settings <<<"${SETTINGS:-}"
+read -r -a bench_more <<<"${BENCH:-}"
 checkpoint=$WORK/checkpoint
 results=$WORK/results
 parity=$results/h200_pi05_parity.json
@@ -49,7 +51,8 @@ measured() { # a command that runs the checkpoint on the device
 bench() {
 	local with=()
 	[ ! -f "$parity" ] || with=(--parity "$parity")
-	measured bench pi05 --tokens "$TOKENS" --mechanisms "${with[@]}" --out "$results/h200_pi05.json" "$@"
+	measured bench pi05 --tokens "$TOKENS" --mechanisms "${with[@]}" --out "$results/h200_pi05.json" \
+		"${bench_more[@]}" "$@"
 }
 
 for step in "${steps[@]}"; do
@@ -76,14 +79,20 @@ for step in "${steps[@]}"; do
 	roofline)
 		flashrt roofline --measured "$results/h200_pi05.json" --out "$results/roofline_pi05.json"
 		;;
-	tiers) # about a minute a tier (an estimate): calibration and gate on photographs; below the bar is a result too
+	tiers) # a minute a tier for calibration and gate on photographs, two for its part of the bench (estimates)
+		tiers=()
 		for tier in ${TIERS:-8-bit 4-bit-expert 4-bit}; do
+			calibration=$results/h200_pi05_$tier.safetensors
 			case=(--tier "$tier" --case "${CASES%%,*}" --tokens "$TOKENS" --photographs "${PHOTOGRAPHS:-16}")
-			measured calibrate "${case[@]}" --out "$results/h200_pi05_$tier.safetensors"
-			measured verify "${case[@]}" --calibration "$results/h200_pi05_$tier.safetensors" --seed 1 \
+			measured calibrate "${case[@]}" --out "$calibration"
+			measured verify "${case[@]}" --calibration "$calibration" --seed 1 \
 				--weights "random, scaled (flashrt make-checkpoint --seed 0)" --out "$results/h200_pi05_$tier.json" ||
-				echo "$tier: below the bar, or failed"
+				echo "$tier: below the bar, or failed" # a result too, and times need no verdict
+			tiers+=(--tiers "$tier=$calibration")
 		done
+		bench --cases "${CASES%%,*}" "${tiers[@]}" --baselines plain_graph
+		flashrt plot "$results/h200_pi05.json" --out "$results/h200_pi05_tiers.png" ||
+			echo "no picture; draw it elsewhere: flashrt plot h200_pi05.json --out h200_pi05_tiers.png"
 		;;
 	*)
 		echo "unknown step '$step'; there are: checkpoint verify profile bench lerobot full roofline tiers" >&2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..measure.pi05.bench import Options
 
 NAME = "bench"
-HELP = "time a policy whole and in parts, beside LeRobot and plain PyTorch in the same run"
+HELP = "time a policy whole and in parts, beside its precision tiers, LeRobot and plain PyTorch in the same run"
 _ALL = "lerobot_eager,lerobot_compiled,plain_graph,plain_compiled_layer_graph"
 
 
@@ -30,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases", type=cases, default=[(None, None)], metavar="VxC,…", help="views x chunk, such as 2x10,3x50"
     )
     parser.add_argument("--tokens", type=int, help="prompt tokens, exactly (default: the longest prompt)")
+    parser.add_argument(
+        "--tiers", type=_tiers, action="extend", default=[], metavar="TIER=FILE,…",
+        help="time 16-bit and these tiers, each with its calibration, in the same rounds; for one case",
+    )  # fmt: skip
     parser.add_argument("--baselines", default="none", help=f"none, all, or some of {_ALL} (default: none)")
     parser.add_argument(
         "--mechanisms", action="store_true", help="also time overlap, reuse and mapped windows, off and on"
@@ -43,27 +47,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every case, print a table, write the result file after each."""
+    """Measure every case, print tables, write the result file after each."""
     from ..engine import EngineError
     from ..measure.errors import MeasureError
-    from ..measure.pi05.bench import bench
+    from ..measure.pi05.bench import bench_together
     from ..measure.pi05.observations import photographs
     from ..measure.pi05.subject import Case
     from ..policies import PolicyError
+    from ..precision.errors import PrecisionError
 
+    if args.tiers and len(args.cases) > 1:
+        raise CommandError("--tiers goes with one case, because a calibration belongs to one; give one to --cases")
     results: list[dict[str, Any]] = []
     try:
         options, pictures, given = _options(args), photographs(args.images), weights_settings(args)
         for views, chunk in args.cases:
             with tempfile.TemporaryDirectory() as folder:
                 settings = Case(views, chunk, args.tokens).settings(given, Path(folder) / "checkpoint")
-                results.append(bench(settings, options, pictures, _say))
+                results += bench_together(_each(args, settings), options, pictures, _say)
             options = replace(options, load=False)  # a start takes as long in every case
             _save(args.out, results)
-    except (PolicyError, EngineError, MeasureError) as error:
+    except (PolicyError, EngineError, MeasureError, PrecisionError) as error:
         raise CommandError(str(error)) from None
     print(summary(results))
     return 0
+
+
+def _tiers(text: str) -> list[tuple[str, Path]]:
+    """ "8-bit=a.safetensors,mine.yaml=b.safetensors" as (tier, calibration) pairs."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(tier and path for tier, _, path in pairs):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of tiers with their calibrations, such as 8-bit=8-bit.safetensors"
+        )
+    return [(tier, Path(path)) for tier, _, path in pairs]
+
+
+def _each(args: argparse.Namespace, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Settings of every policy that is timed in the same rounds."""
+    from ..measure.pi05.asked_tiers import AskedTier, tier_settings
+
+    if not args.tiers:
+        return [settings]
+    asked = [AskedTier(tier, calibration) for tier, calibration in args.tiers]
+    return tier_settings(settings, asked, args.device, twice=args.mechanisms)
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -81,7 +108,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _save(path: Path | None, results: list[dict[str, Any]]) -> None:
-    from ..measure.pi05.bench import merged
+    from ..measure.pi05.result import merged
 
     if path is None:
         return
@@ -100,6 +127,8 @@ def summary(results: list[dict[str, Any]]) -> str:
     ]
     header = ("ms", "replay p50", "p95", "p99", "call p50", "p95", "p99", "vision", "prefix", "expert", "kernels")
     parts = [table(header, rows)]
+    if any(len(r["interleaved"]) > 1 for r in results):
+        parts.append(_tier_table(results))
     for r in results:
         beside = [
             (name, ms, r["speedup"][name], r["baseline_kernels"][name], r["baseline_cosine"][name])
@@ -117,6 +146,29 @@ def summary(results: list[dict[str, Any]]) -> str:
             power, clock = r["gpu"].get("power_w", {}), r["gpu"].get("sm_mhz", {})
             parts.append(f"GPU: median {power.get('median')} W (max {power.get('max')}), {clock.get('median')} MHz")
     return "\n\n".join(parts)
+
+
+def _tier_table(results: list[dict[str, Any]]) -> str:
+    """What each tier gains, takes and loses, and what it runs as."""
+    from ..measure.tables import table
+
+    rows = []
+    for r in results:
+        gain: Mapping[str, float] = next(iter(r["speedup_over"].values()), {})
+        found = r["agreement"] or r["parity"] or {}
+        cosines = [f"{found[name]:.7f}" if name in found else None for name in ("cosine_global", "cosine_worst")]
+        size = r["weight_bytes"]
+        rows.append(
+            (r["tier"], r["replay_ms"]["p50"], gain.get("replay"), gain.get("call"), *cosines,
+             found.get("relative_error"), size["stored"] / 1e6, size["ratio"])
+        )  # fmt: skip
+    header = ("tier", "replay ms", "times faster", "whole call", "cosine", "worst", "relative error", "weights MB",
+              "of 16 bits")  # fmt: skip
+    runs = [f"{r['tier']} runs as: {'; '.join(r['kernel_reports'])}" for r in results]
+    missing = [r["tier"] for r in results if not (r["agreement"] or r["parity"])]
+    remedy = "`flashrt verify` (16-bit: --parity) or `flashrt verify --tier`"
+    unknown = [f"agreement not on record for {', '.join(missing)}: run {remedy}"] if missing else []
+    return "\n".join([table(header, rows), *runs, *unknown])
 
 
 def _name(r: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ def _work(args: argparse.Namespace) -> dict[str, Work]:
 def _reached(args: argparse.Namespace, work: Mapping[str, Work]) -> dict[str, dict[str, float]]:
     """Tier → stage → share of the measured device's ceiling, from a result of the same configuration."""
     from ..measure.devices import device_named
-    from ..measure.roofline import floors, fractions
+    from ..measure.roofline import TIERS, floors, fractions
 
     if args.measured is None:
         return {}
@@ -76,7 +76,7 @@ def _reached(args: argparse.Namespace, work: Mapping[str, Work]) -> dict[str, di
     for result in read_report(args.measured):
         device = device_named(str(result["machine"].get("gpu")))
         same = (result["views"], result["chunk"], result["tokens"]) == (args.views, args.chunk, args.tokens)
-        if device is not None and device.measured and same:
+        if device is not None and device.measured and same and result["tier"] in TIERS:
             found[result["tier"]] = fractions(result["stage_ms"], floors(work, device, result["tier"]))
     if not found:
         raise CommandError(

@@ -100,6 +100,14 @@ def recorded(calibration: Path, fingerprint: str) -> Result | None:
     return result
 
 
+def recorded_report(calibration: Path, fingerprint: str) -> Mapping[str, Any]:
+    """The whole report behind `recorded`'s result; FidelityError if there is none."""
+    try:
+        return dict(_read(fidelity_file(calibration))[fingerprint]["report"])
+    except (KeyError, TypeError, ValueError):
+        raise FidelityError(f"'{fidelity_file(calibration)}' has no report of {fingerprint[:16]}; {_AGAIN}") from None
+
+
 def require(calibration: Path, fingerprint: str, tier: str, bar: Fidelity) -> Result:
     """The result that lets a tier start; FidelityError, with the remedy, if there is none, or it failed.
 

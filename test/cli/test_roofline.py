@@ -49,6 +49,15 @@ def test_measured_times_give_shares_and_scale_the_predictions(tmp_path: Path) ->
     assert thor["at_the_reached_share_ms"] > thor["floor_ms"] > 35
 
 
+def test_a_tier_without_a_floor_of_its_own_is_passed_over(tmp_path: Path) -> None:
+    path, out = tmp_path / "r.json", tmp_path / "roofline.json"
+    measured(path)
+    (wide,) = json.loads(path.read_text())
+    path.write_text(json.dumps([wide, {**wide, "tier": "4-bit-expert"}]))
+    assert main(["roofline", "--measured", str(path), "--out", str(out)]) == 0
+    assert list(json.loads(out.read_text())["reached"]) == ["16-bit"]
+
+
 @pytest.mark.parametrize(
     "changes", [{"views": 3}, {"machine": {}}, {"machine": {"gpu": "NVIDIA L4"}}], ids=["views", "cpu", "other gpu"]
 )

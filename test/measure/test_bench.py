@@ -14,7 +14,8 @@ from flashrt_ros.cli import main
 from flashrt_ros.measure.errors import MeasureError
 from flashrt_ros.measure.pi05 import bench as bench_module
 from flashrt_ros.measure.pi05.baselines import PLAIN_GRAPH, Baseline
-from flashrt_ros.measure.pi05.bench import Options, bench, merged, parity_summary
+from flashrt_ros.measure.pi05.bench import Options, bench
+from flashrt_ros.measure.pi05.result import merged, parity_summary
 from flashrt_ros.measure.pi05.starts import starts
 from flashrt_ros.measure.pi05.subject import CALL_PARTS, Case, Subject
 from flashrt_ros.measure.rounds import Schedule
@@ -129,7 +130,8 @@ def test_both_plans_are_measured_alike(folder: Path, tmp_path: Path) -> None:
 
 def test_a_newer_result_takes_the_place_of_the_older_one(result: dict[str, Any]) -> None:
     older, another = {**result, "kernels": 1}, {**result, "views": 3}
-    assert merged([older, another], [result]) == [another, result]
+    assert merged([older, another], [result]) == [result, another]
+    assert merged([another], [result]) == [another, result]
 
 
 def test_the_parity_report_is_summed_up_by_its_largest_number_of_steps() -> None:

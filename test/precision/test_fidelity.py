@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from flashrt_ros.precision.errors import FidelityError
-from flashrt_ros.precision.fidelity import Result, failures, fidelity_file, record, recorded, require
+from flashrt_ros.precision.fidelity import (
+    Result,
+    failures,
+    fidelity_file,
+    record,
+    recorded,
+    recorded_report,
+    require,
+)
 from flashrt_ros.precision.tier import Fidelity
 
 BAR = Fidelity(0.9995, 0.999)
@@ -32,6 +40,16 @@ def test_a_result_is_found_by_its_fingerprint(calibration: Path) -> None:
     assert recorded(calibration, "bb") == other
     assert recorded(calibration, "cc") is None
     assert json.loads(path.read_text())["aa"]["report"] == {"date": "today"}
+
+
+def test_the_whole_report_is_found_too(calibration: Path) -> None:
+    path = record(calibration, "aa", GOOD, {"relative_error": 0.01})
+    assert recorded_report(calibration, "aa") == {"relative_error": 0.01}
+    with pytest.raises(FidelityError, match="has no report of bb"):
+        recorded_report(calibration, "bb")
+    path.write_text('{"aa": {"report": 7}}')
+    with pytest.raises(FidelityError, match=r"has no report of aa; remove it and run `flashrt verify --tier`"):
+        recorded_report(calibration, "aa")
 
 
 def test_a_tier_that_passed_may_start(calibration: Path) -> None:

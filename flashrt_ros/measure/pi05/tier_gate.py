@@ -14,7 +14,6 @@ from torch import Tensor
 from ...policies.pi05 import Pi05Policy
 from ...policies.pi05.config import Pi05Config
 from ...policies.pi05.settings import resolve
-from ...policies.pi05.tiers import weight_bytes
 from ...precision.calibration import load_calibration
 from ...precision.fidelity import Result, failures, record
 from ...precision.tier import load_tier
@@ -26,6 +25,7 @@ from .calibrate import describe
 from .observations import Observation
 from .official import Official
 from .ours import Ours
+from .result import kernel_reports, weight_figures
 from .verify import exact_float32
 from .watched import wide_settings
 
@@ -80,7 +80,7 @@ def run_gate(plan: GatePlan, observe: Observe, say: Say = lambda text: None) -> 
     observations = observe(policy)
     say(f"{len(observations)} observations through {settings['precision']}")
     decided = _decided(ours, observations)
-    kernels, size = policy.kernel_reports, weight_bytes(policy.weights)
+    kernels, size = kernel_reports(policy), weight_figures(policy.weights)
     ours.close()
     say(f"the same through {plan.reference}")
     report = compare(policy.config, _reference(plan, observations), decided, [item.noise for item in observations])
@@ -99,8 +99,8 @@ def run_gate(plan: GatePlan, observe: Observe, say: Say = lambda text: None) -> 
         "reference": result.reference,
         "observations": len(observations),
         "weights": plan.weights,
-        "weight_bytes": {"stored": size.stored, "in_16_bits": size.wide, "ratio": significant(size.ratio)},
-        "kernels": [str(item) for item in kernels] or ["all: reference"],
+        "weight_bytes": size,
+        "kernels": kernels,
         "calibration": describe(load_calibration(calibration)),
         "device": plan.device,
         "date": now(),

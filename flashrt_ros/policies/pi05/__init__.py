@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ...contract import Identity
 from ...engine import memory_refusals, require_memory, resolve_device
 from ...ops import OpTable
 from ...ops.requirements import require_kernels
@@ -16,7 +17,7 @@ from .config import Pi05Config
 from .lerobot import read_normalisers
 from .memory import needed_bytes
 from .openpi import is_openpi, read_openpi_normalisers
-from .policy import Loaded, Pi05Policy, assemble
+from .policy import Loaded, Pi05Policy, assemble, wide_identity
 from .presets import SEEDED_PRESETS
 from .processor import Pi05Processor
 from .seeded import seeded_normalisers, seeded_source
@@ -25,7 +26,7 @@ from .source import FileSource, TensorSource, digest
 from .tokenizer import Tokenizer
 from .weights import load_weights
 
-__all__ = ["Pi05Config", "Pi05Policy", "build"]
+__all__ = ["Pi05Config", "Pi05Policy", "build", "identify"]
 
 _WORTH_A_BAR = 1 << 28  # bytes; less is read before anybody looks
 
@@ -60,6 +61,17 @@ def build(settings: Mapping[str, object], device: str = "cpu", ops: OpTable | No
             device=target,
             ops=ops,
         )
+
+
+def identify(settings: Mapping[str, object]) -> tuple[Pi05Config, Identity]:
+    """The configuration that `build` would load, and its identity in the wide precision; tensors are hashed, not kept.
+
+    Kernels and architecture are left open. Raises SettingsError and CheckpointError as `build` does.
+    """
+    resolved = resolve(settings)
+    config = resolved.config
+    processor = Pi05Processor(config, _tokenizer(resolved), _normalisers(resolved))
+    return config, wide_identity(config, digest(_source(resolved)), processor)
 
 
 def _load(source: TensorSource, config: Pi05Config, device: torch.device) -> Loaded:

@@ -3,7 +3,7 @@
 | weight × activation | multiplied |
 |---|---|
 | 16-bit | cuBLASLt |
-| `e4m3`, `e4m3_tensor` × `e4m3` | `kernels/gemm.cu`, with all that follows inside (docs/performance.md); else cuBLASLt |
+| `e4m3`, `e4m3_tensor` × `e4m3` | `kernels/gemm.cu`, with all that follows inside; elsewhere cuBLASLt |
 | `nvfp4` × `e4m3`; any narrow weight × 16-bit | decoded to bfloat16 a slice at a time, for `kernels/gemm.cu` |
 | `nvfp4` × `nvfp4` | refused: no kernel |
 

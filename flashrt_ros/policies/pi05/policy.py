@@ -129,16 +129,9 @@ def assemble(
         SettingsError: the tier cannot start: no calibration of this contract, no passed gate, or not on this GPU.
     """
     table = ops or reference_ops()
-    identity = Identity(
-        policy="pi05",
-        weights=_model_digest(loaded.digest, config),
-        precision=config.dtype,
+    identity = replace(
+        wide_identity(config, loaded.digest, processor),
         kernels=",".join(table.replaced()) or "reference",
-        views=config.views,
-        chunk=config.chunk,
-        horizon=config.chunk,
-        embodiment=_embodiment(config),
-        normalisation=processor.digest(),
         architecture=_architecture(device),
     )
     tier = choose_tier(config, identity)
@@ -157,6 +150,24 @@ def assemble(
     fidelity = gate(tier, contract.fingerprint, unverified=config.unverified)
     return Pi05Policy(
         config, checkpoint, contract, stages.bodies(), processor, stages.parts(), weights, reports, fidelity
+    )
+
+
+def wide_identity(config: Pi05Config, digest: str, processor: Pi05Processor) -> Identity:
+    """What a policy is in its wide precision, with kernels and architecture left open.
+
+    Args:
+        digest: SHA-256 of the checkpoint's tensors.
+    """
+    return Identity(
+        policy="pi05",
+        weights=_model_digest(digest, config),
+        precision=config.dtype,
+        views=config.views,
+        chunk=config.chunk,
+        horizon=config.chunk,
+        embodiment=_embodiment(config),
+        normalisation=processor.digest(),
     )
 
 
