@@ -38,16 +38,19 @@ def test_results_are_handed_over_also_when_a_step_fails(tmp_path: Path) -> None:
     results = tmp_path / "work" / "results"
     results.mkdir(parents=True)
     (results / "h200_pi05.json").write_text("[]")
-    found = run(tmp_path, "roofline")
-    assert found.returncode == 2
+    found = run(tmp_path, "roofline", "checkpoint")
+    assert found.returncode == 1
     assert "has no result of 2 views" in found.stderr
+    assert found.stderr.endswith("== failed: roofline\n")
     assert (tmp_path / "out" / "h200_pi05.json").read_text() == "[]"
+    assert (tmp_path / "work" / "checkpoint" / "config.json").is_file()  # the step behind it ran
 
 
 def test_an_unknown_step_is_refused(tmp_path: Path) -> None:
-    found = run(tmp_path, "everything")
+    found = run(tmp_path, "checkpoint", "everything")
     assert found.returncode == 2
-    assert "there are: checkpoint verify profile bench lerobot full roofline tiers" in found.stderr
+    assert found.stderr.startswith("unknown step 'everything'; there are: accelerate bench capsules checkpoint full ")
+    assert not (tmp_path / "work" / "checkpoint").exists()
 
 
 def test_tiers_are_calibrated_gated_timed_together_and_drawn(tmp_path: Path) -> None:
