@@ -27,6 +27,7 @@ from ..contract import Contract, ContractError
 from .arena import arena_offsets
 from .capsule import Capsule, SessionState, Tier
 from .errors import CapsuleFileError, CapsuleStorageError, DiskFullError, ForeignFileError, ReadOnlyError
+from .keeper import input_windows
 from .layout import Layout, live_layout
 from .noise import state_bytes
 from .payload import PIECE, PayloadReading, digest
@@ -68,10 +69,17 @@ def load_capsule(path: Path, name: str | None = None) -> Capsule:
     """
     try:
         with open(path, "rb", buffering=0) as file:
-            tensors, manifest = _read_header(path, file)
-            with _begin_reading(file, tensors) as payload:
-                contract = _contract(path, manifest)  # meanwhile
-                return _rebuild(path, manifest, tensors, payload, contract, name)
+            header = _read_header(path, file)
+            with _begin_reading(path, file, header) as payload:
+                payload.finish_reading()
+                tensors, manifest = _parse_header(path, header)  # meanwhile, and so on until the digest is asked for
+                contract, offsets = _contract(path, manifest)
+                layout = live_layout(contract, offsets, manifest["extents"])
+                _check_table(path, tensors, layout, len(payload.block) + len(payload.generator))
+                capsule = _rebuild(manifest, payload, contract, layout, name)
+                if manifest["sha256"] != payload.digest():
+                    raise CapsuleFileError(path, "sha256", "the payload was altered")
+            return capsule
     except OSError as error:
         raise storage_error(path, error) from None
     except CapsuleFileError:
@@ -97,7 +105,7 @@ def describe_capsule(path: Path) -> CapsuleDescription:
     """Read the head of a capsule file; raises as `load_capsule` does, but does not look at the payload."""
     try:
         with open(path, "rb", buffering=0) as file:
-            _, manifest = _read_header(path, file)
+            _, manifest = _parse_header(path, _read_header(path, file))
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise storage_error(path, error) from None
@@ -172,21 +180,26 @@ def storage_error(path: Path, error: OSError) -> CapsuleStorageError:
     return CapsuleStorageError(f"{path}: {error.strerror or error}")
 
 
-def _read_header(path: Path, file: FileIO) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensor table and the manifest; leaves `file` at the first byte of the payload."""
+def _read_header(path: Path, file: FileIO) -> bytes:
+    """The header as it is; leaves `file` at the first byte of the payload."""
     length = _header_length(path, file.read(_HEADER.size))
     header = file.read(length)
     if len(header) < length:
         raise CapsuleFileError(path, "header", "truncated inside the header")
-    return _parse_header(path, header)
+    return header
 
 
-def _begin_reading(file: FileIO, tensors: Mapping[str, Any]) -> PayloadReading:
-    """Read all that is left, cut where the tensor table says that the generator begins; `_rebuild` checks the table."""
+def _begin_reading(path: Path, file: FileIO, header: bytes) -> PayloadReading:
+    """Read all that is left, taking its end for the generator's state; `_check_table` looks whether it is.
+
+    Of a file that surely is no capsule nothing is read, as it may be of any size.
+    """
+    if _FORMAT.encode() not in header:
+        _parse_header(path, header)  # which knows better why
+        raise ForeignFileError(path, "format", "not a capsule file")
     start = file.tell()
     size = os.fstat(file.fileno()).st_size - start
-    cut = tensors["generator"]["data_offsets"][0]
-    block_bytes = min(max(int(cut), 0), size)
+    block_bytes = max(0, size - state_bytes())
     return PayloadReading(file, start, block_bytes, size - block_bytes)
 
 
@@ -219,45 +232,44 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
 
 
 @lru_cache(maxsize=8)
-def _parsed(text: str) -> Contract:
+def _parsed(text: str) -> tuple[Contract, Mapping[str, int]]:
     """Capsules of one session carry the same contract, and checking it takes longer than reading the payload."""
-    return Contract.from_json(text)
+    contract = Contract.from_json(text)
+    return contract, arena_offsets(contract)[0]
 
 
-def _contract(path: Path, manifest: Mapping[str, Any]) -> Contract:
+def _contract(path: Path, manifest: Mapping[str, Any]) -> tuple[Contract, Mapping[str, int]]:
+    """The contract in a manifest, and where its buffers lie in an arena."""
     try:
-        contract = _parsed(manifest["contract"])
+        contract, offsets = _parsed(manifest["contract"])
     except (ContractError, KeyError, TypeError) as error:
         raise CapsuleFileError(path, "contract", f"the contract in it cannot be read ({error})") from None
     if contract.fingerprint != manifest.get("fingerprint"):
         raise CapsuleFileError(path, "fingerprint", "the fingerprint is not that of the contract in it")
-    return contract
+    return contract, offsets
+
+
+def _check_table(path: Path, tensors: Mapping[str, Any], layout: Layout, payload_bytes: int) -> None:
+    if {key: tuple(entry["data_offsets"]) for key, entry in tensors.items()} != _ranges(layout, payload_bytes):
+        raise CapsuleFileError(path, "regions", "truncated, or the tensor table does not fit the contract")
+    generator_bytes = payload_bytes - layout.nbytes
+    if generator_bytes != state_bytes():
+        raise CapsuleFileError(path, "generator", f"its {generator_bytes} bytes are no state of a generator")
 
 
 def _rebuild(
-    path: Path,
-    manifest: Mapping[str, Any],
-    tensors: Mapping[str, Any],
-    payload: PayloadReading,
-    contract: Contract,
-    name: str | None,
+    manifest: Mapping[str, Any], payload: PayloadReading, contract: Contract, layout: Layout, name: str | None
 ) -> Capsule:
-    layout = live_layout(contract, arena_offsets(contract)[0], manifest["extents"])
-    total = len(payload.block) + len(payload.generator)
-    if {key: tuple(entry["data_offsets"]) for key, entry in tensors.items()} != _ranges(layout, total):
-        raise CapsuleFileError(path, "regions", "truncated, or the tensor table does not fit the contract")
-    if len(payload.generator) != state_bytes():
-        raise CapsuleFileError(path, "generator", f"its {len(payload.generator)} bytes are no state of a generator")
-    if manifest["sha256"] != payload.digest():
-        raise CapsuleFileError(path, "sha256", "the payload was altered")
     consumed = {key: None if seen is None else tuple(seen) for key, seen in manifest["consumed"].items()}
-    ledger = LedgerState(manifest["versions"], consumed, manifest["ran_for"], manifest["variant"], contents={})
+    versions = {buffer.name: manifest["versions"].get(buffer.name, 0) for buffer in contract.buffers}
+    awaiting = {name for name in input_windows(contract) if not versions[name] or name in manifest["unfilled"]}
+    ledger = LedgerState(versions, consumed, manifest["ran_for"], manifest["variant"], contents={})
     state = SessionState(
         ledger,
         manifest["extents"],
         torch.from_numpy(payload.generator),
         manifest["notes"],
-        frozenset(manifest["unfilled"]),
+        frozenset(awaiting),
     )
     return Capsule(
         name=name or manifest["name"],

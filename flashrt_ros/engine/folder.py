@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .capsule import Capsule, checked_capsule_name
 from .durable import SUFFIX, CapsuleDescription, describe_capsule, load_capsule, save_capsule, storage_error
-from .errors import UnknownCapsuleError
+from .errors import CapsuleStorageError, UnknownCapsuleError
 
 
 class CapsuleFolder:
@@ -47,8 +47,12 @@ class CapsuleFolder:
 
     def load(self, name: str) -> Capsule:
         """Read and check the capsule called `name`; UnknownCapsuleError, CapsuleFileError and its kinds."""
-        path = self._existing(name)
-        return load_capsule(path, name)
+        path = self.file_of(name)
+        try:
+            return load_capsule(path, name)
+        except CapsuleStorageError:
+            self._existing(name)  # which says so if there is no such file
+            raise
 
     def describe(self, name: str) -> CapsuleDescription:
         """What the file of `name` says of itself; cheap, as its payload is not read."""

@@ -39,19 +39,25 @@ class StateKeeper:
         self._contract, self._arena, self._ledger = contract, arena, ledger
         self._extents, self._noise, self._notes = extents, noise, notes
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._live: Layout | None = None
         self._copier = RegionCopier(arena.storage, self.largest().nbytes, copy_regions)
         self._segments_of = _segments_of(contract)
         self._all_segments = (1 << len(contract.regions)) - 1
         saved = self._segments_of.keys()
-        self._inputs = tuple(buffer.name for buffer in contract.buffers if buffer.filled_by_host)
+        self._inputs = input_windows(contract)
         self._mirrored = [w for name, w in windows.items() if name in saved and not w.in_place]
 
     def largest(self) -> Layout:
         """The layout with every extent at its maximum."""
         return live_layout(self._contract, self._arena.offsets, {e.name: e.maximum for e in self._contract.extents})
 
-    def layout(self, *, reserve: bool = False) -> Layout:
-        """The layout at the extents of this moment; `reserve` as in `live_layout`."""
+    def live(self) -> Layout:
+        """The layout of what is live at this moment."""
+        if self._live is None:
+            self._live = self._layout()
+        return self._live
+
+    def _layout(self, *, reserve: bool = False) -> Layout:
         key = (reserve, *self._extents.values())
         layout = self._layouts.get(key)
         if layout is None:
@@ -76,7 +82,7 @@ class StateKeeper:
 
     def park(self, parked: Parked, unfilled: AbstractSet[str]) -> None:
         """Save into `parked` what has changed since it was saved there last."""
-        layout = self.layout(reserve=True)
+        layout = self._layout(reserve=True)
         held = parked.state.ledger.contents if parked.state is not None else {}
         changed = self._differing(held)
         if changed:
@@ -100,27 +106,35 @@ class StateKeeper:
             unfilled=frozenset(unfilled),
         )
 
-    def load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> set[str]:
-        """Bring a saved state back; returns the input windows that do not hold what the state believes of them."""
+    def load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> AbstractSet[str]:
+        """Bring a saved state back; returns the input windows that must be filled before a stage may read them.
+
+        The copy is enqueued first here too.
+        """
+        self._copier.scatter(layout, block, self._all_segments)
+        return self._go_back(state)
+
+    def unpark(self, state: SessionState, layout: Layout, block: torch.Tensor) -> AbstractSet[str]:
+        """Like `load`, but copies only what differs."""
         differing = self._differing(state.ledger.contents)
         if differing:
             self._copier.scatter(layout, block, differing)
+        return self._go_back(state)
+
+    def _go_back(self, state: SessionState) -> AbstractSet[str]:
         for window in self._mirrored:
             window.mark_outdated()
         self._extents.update(state.extents)
+        self._live = None
         self._noise.go_back(state.generator)
         self._notes.clear()
         self._notes.update(state.notes)
         foreign = self._ledger.load(state.ledger)
         return foreign.intersection(self._inputs) | state.unfilled
 
-    def unfilled(self, foreign: set[str]) -> set[str]:
-        """Input windows that must be filled before a stage may read them."""
-        versions = self._ledger.versions
-        return {name for name in self._inputs if versions[name] == 0 or name in foreign}
-
     def touch_extent(self, name: str) -> None:
         """Other rows of the regions with live extent `name` are live now, so what they hold counts as new."""
+        self._live = None
         for region in self._contract.regions:
             if region.live == name:
                 self._ledger.renew(region.buffer)
@@ -132,6 +146,11 @@ def _segments_of(contract: Contract) -> dict[str, int]:
     for index, region in enumerate(contract.regions):
         masks[region.buffer] = masks.get(region.buffer, 0) | 1 << index
     return masks
+
+
+def input_windows(contract: Contract) -> tuple[str, ...]:
+    """Windows that the host fills."""
+    return tuple(buffer.name for buffer in contract.buffers if buffer.filled_by_host)
 
 
 def static_without_writer(contract: Contract) -> list[str]:

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import lru_cache
+import threading
+from functools import partial
 from io import FileIO
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
+from .crew import SharedWork
+
 PIECE = 1 << 20  # bytes of one digest
-_MAX_THREADS = 16
 
 
 def digest(block: np.ndarray, generator: np.ndarray) -> str:
     """SHA-256 over the SHA-256 digests of the block's pieces of 1 MiB and of the generator, in hexadecimal."""
-    pieces = [block[start : start + PIECE] for start in range(0, len(block), PIECE)] + [generator]
-    return _root(list(_pool().map(lambda piece: hashlib.sha256(piece.data).digest(), pieces)))
+    pieces = [block[start : start + PIECE].data for start in range(0, len(block), PIECE)] + [generator.data]
+    return _root(SharedWork([partial(_sha256, piece) for piece in pieces]).finish())
 
 
 class PayloadReading:
-    """A payload on its way to memory: pieces are read and digested by other threads until `digest` asks for the result.
+    """A payload on its way to memory, read and digested in pieces by this thread and others.
 
     Leaving the context waits for them, so the file can be closed afterwards.
 
@@ -37,41 +38,55 @@ class PayloadReading:
         data = np.empty(block_bytes + generator_bytes, dtype=np.uint8)
         self.block, self.generator = data[:block_bytes], data[block_bytes:]
         cuts = [*range(0, block_bytes, PIECE), block_bytes, len(data)]
-        self._pieces: list[Future[bytes]] = [
-            _pool().submit(_read_and_digest, file.fileno(), data[begin:end].data, start + begin)
-            for begin, end in pairwise(cuts)
-        ]
+        self._descriptor = file.fileno()
+        self._pieces = len(cuts) - 1
+        self._read = count(1)  # safe to advance by any thread
+        self._all_read = threading.Event()
+        self._work = SharedWork(
+            [partial(self._read_and_digest, start + begin, data[begin:end].data) for begin, end in pairwise(cuts)]
+        )
 
     def __enter__(self) -> PayloadReading:
         return self
 
     def __exit__(self, *_: object) -> None:
-        wait(self._pieces)
+        self._work.abandon()
+
+    def finish_reading(self) -> None:
+        """Return when all is read or broke off, and what others took is still being digested.
+
+        They do that without the interpreter, which they need before. So what this thread does next costs no time, and
+        would hold them up earlier.
+        """
+        while self._work.do_last():
+            pass
+        self._all_read.wait()
 
     def digest(self) -> str:
-        """What `digest` says of the bytes that were read; OSError if they could not be."""
-        return _root([piece.result() for piece in self._pieces])
+        """What `digest` says of the bytes that were read, after the rest of them; OSError if they could not be."""
+        return _root(self._work.finish())
+
+    def _read_and_digest(self, offset: int, target: memoryview) -> bytes:
+        try:
+            _read(self._descriptor, offset, target)
+        finally:
+            if next(self._read) == self._pieces:
+                self._all_read.set()
+        return _sha256(target)
 
 
-def _read_and_digest(descriptor: int, target: memoryview, offset: int) -> bytes:
+def _read(descriptor: int, offset: int, target: memoryview) -> None:
     done = 0
     while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], offset + done)
-        if not count:
+        got = os.preadv(descriptor, [target[done:]], offset + done)
+        if not got:
             raise OSError(f"the file became shorter while it was read, at byte {offset + done}")
-        done += count
-    return hashlib.sha256(target).digest()
+        done += got
+
+
+def _sha256(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()
 
 
 def _root(digests: list[bytes]) -> str:
     return hashlib.sha256(b"".join(digests)).hexdigest()
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    """Threads that stay: starting them costs more than a piece."""
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    return ThreadPoolExecutor(threads, thread_name_prefix="capsule-payload")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has the object, but none of its threads

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Set as AbstractSet
 
 import torch
 
 from ..contract import Contract
-from .capsule import Capsule, Parked, SessionState, Tier, checked_capsule_name
+from .capsule import Capsule, Parked, Tier, checked_capsule_name
 from .errors import FingerprintError, StateError
 from .keeper import StateKeeper
-from .layout import Layout
 from .store import CapsuleStore
 from .turn import Turn
 
@@ -23,10 +23,7 @@ class StateSaving(ABC):
     _capsules: CapsuleStore | None
     _keeper: StateKeeper
     _unfilled: set[str]
-
-    @abstractmethod
-    def _exclusively(self, action: str) -> Turn:
-        """Keep every other driver out during `action`."""
+    _driving: Turn
 
     @abstractmethod
     def _require_configured(self) -> object:
@@ -48,9 +45,9 @@ class StateSaving(ABC):
         Raises:
             CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
         """
-        with self._exclusively("snapshot"):
+        with self._driving.begin("snapshot"):
             self._require_configured()
-            layout = self._keeper.layout()
+            layout = self._keeper.live()
 
             def make(block: torch.Tensor, tier: Tier) -> Capsule:
                 state = self._keeper.save(layout, block, self._unfilled)
@@ -64,9 +61,9 @@ class StateSaving(ABC):
 
     def capture(self, name: str, *, description: str = "", keep: bool = False) -> Capsule:
         """The live state as a capsule in memory of its own, outside the store; for writing it to a file."""
-        with self._exclusively("snapshot"):
+        with self._driving.begin("snapshot"):
             self._require_configured()
-            layout = self._keeper.layout()
+            layout = self._keeper.live()
             block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
             state = self._keeper.save(layout, block, self._unfilled)
             if self.device.type == "cuda":
@@ -98,7 +95,9 @@ class StateSaving(ABC):
         """Go to the state that `capsule` holds; FingerprintError if it is of another contract."""
         if capsule.contract is not self.contract and capsule.fingerprint != self.contract.fingerprint:
             raise FingerprintError(capsule.name, self.contract.differences(capsule.contract))
-        self._load(capsule.state, capsule.layout, capsule.block)
+        with self._driving.begin("restore"):
+            self._require_configured()
+            self._await_filling(self._keeper.load(capsule.state, capsule.layout, capsule.block))
 
     def new_parked(self) -> Parked:
         """A place for `park`; the only allocation that parking needs."""
@@ -106,7 +105,7 @@ class StateSaving(ABC):
 
     def park(self, parked: Parked) -> None:
         """Save the live state into `parked`, copying only what changed since it was last saved there."""
-        with self._exclusively("park"):
+        with self._driving.begin("park"):
             self._require_configured()
             self._keeper.park(parked, self._unfilled)
 
@@ -114,12 +113,10 @@ class StateSaving(ABC):
         """Go to the state that `parked` holds, copying only what differs."""
         if parked.state is None or parked.layout is None:
             raise StateError("nothing was parked there yet")
-        self._load(parked.state, parked.layout, parked.block)
-
-    def _load(self, state: SessionState, layout: Layout, block: torch.Tensor) -> None:
-        with self._exclusively("restore"):
+        with self._driving.begin("restore"):
             self._require_configured()
-            foreign = self._keeper.load(state, layout, block)
-            unfilled = self._keeper.unfilled(foreign)
-            self._unfilled.clear()
-            self._unfilled.update(unfilled)
+            self._await_filling(self._keeper.unpark(parked.state, parked.layout, parked.block))
+
+    def _await_filling(self, windows: AbstractSet[str]) -> None:
+        self._unfilled.clear()
+        self._unfilled.update(windows)

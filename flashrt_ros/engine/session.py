@@ -81,7 +81,7 @@ class Session(StateSaving):
         self._keeper = StateKeeper(
             contract, self.arena, self._ledger, self._windows, self.extents, self._noise, self.notes, copy_regions
         )
-        self._unfilled = self._keeper.unfilled(set())
+        self._unfilled = set(self._inputs)
         self._graphs: GraphSet | None = None
         self._closed = False
         self._driving = Turn()

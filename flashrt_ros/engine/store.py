@@ -88,8 +88,10 @@ class CapsuleStore:
         Raises:
             CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
         """
-        held = self._replaced(name, replace)
-        if held is not None and self._has_its_place(held, nbytes):
+        held = self._capsules.get(name)
+        if held is None or not replace:
+            self._require_new(name)
+        elif self._has_its_place(held, nbytes):
             return self._overwrite(held, make)
         block, tier = self._make_room(name, nbytes)
         try:
@@ -104,7 +106,7 @@ class CapsuleStore:
 
     def _has_its_place(self, held: Capsule, nbytes: int) -> bool:
         """Whether a new capsule of `nbytes` would lie just where `held` does: it fits, and no better tier has room."""
-        return held.nbytes == nbytes and (held.tier is Tier.DEVICE or nbytes > self._slabs[Tier.DEVICE].nbytes)
+        return held.layout.nbytes == nbytes and (held.tier is Tier.DEVICE or nbytes > self._slabs[Tier.DEVICE].nbytes)
 
     def _overwrite(self, held: Capsule, make: Callable[[torch.Tensor, Tier], Capsule]) -> Capsule:
         try:
@@ -118,9 +120,12 @@ class CapsuleStore:
 
     def require_room(self, name: str, nbytes: int, *, replace: bool = False) -> None:
         """Raise what `add` would raise for a capsule of `nbytes` bytes, without changing anything."""
-        held = self._replaced(name, replace)
-        if held is None or not self._has_its_place(held, nbytes):
-            self._plan(name, nbytes)
+        held = self._capsules.get(name)
+        if held is None or not replace:
+            self._require_new(name)
+        elif self._has_its_place(held, nbytes):
+            return
+        self._plan(name, nbytes)
 
     def insert(self, capsule: Capsule, *, replace: bool = False) -> Capsule:
         """Keep a copy of `capsule`, which may lie in memory of its own (as one that was read from a file does)."""
@@ -141,14 +146,10 @@ class CapsuleStore:
         self._forget(name)
         return capsule.nbytes
 
-    def _replaced(self, name: str, replace: bool) -> Capsule | None:
-        """The capsule whose name is taken over, if there is one."""
-        held = self._capsules.get(name)
-        if held is None:
-            checked_capsule_name(name)
-        elif not replace:
+    def _require_new(self, name: str) -> None:
+        if name in self._capsules:
             raise CapsuleExistsError(f"a capsule called '{name}' exists; drop it first, or ask to replace it")
-        return held
+        checked_capsule_name(name)
 
     def _plan(self, name: str, nbytes: int) -> Placement:
         free = {tier: slab.free for tier, slab in self._slabs.items()}

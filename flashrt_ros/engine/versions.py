@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import count
 from typing import NamedTuple
 
@@ -14,13 +13,16 @@ _content_ids = count(1)  # unique in the process: two buffers with equal ids hol
 
 
 class LedgerState(NamedTuple):
-    """What a ledger knew at one moment. `contents` is empty in a state that came from another process."""
+    """What a ledger knew at one moment. `contents` is empty in a state that came from another process.
 
-    versions: Mapping[str, int]
-    consumed: Mapping[str, tuple[int, ...] | None]
-    ran_for: Mapping[str, str]
+    The dicts are shared with the ledger until it next changes, so nobody may change them.
+    """
+
+    versions: dict[str, int]
+    consumed: dict[str, tuple[int, ...] | None]
+    ran_for: dict[str, str]
     variant: str
-    contents: Mapping[str, int]
+    contents: dict[str, int]
 
 
 class VersionLedger:
@@ -41,16 +43,22 @@ class VersionLedger:
         self._shaped = {stage.name for stage in contract.stages if stage.variants}
         self._upstream = _upstream(contract)
         self._writers = {name: tuple(s.name for s in stages) for name, stages in contract.writers.items()}
+        self._rerun = {name: self._writers[name] for name in self._unsaved if name in self._writers}  # who makes it
         self._consumed: dict[str, tuple[int, ...] | None] = dict.fromkeys(self._inputs)
         self._ran_for: dict[str, str] = {}
+        self._shared = False  # whether a state has the very dicts
 
     def bump(self, buffer: str) -> None:
         """Record one write to `buffer`."""
+        if self._shared:
+            self._part()
         self.versions[buffer] += 1
         self.contents[buffer] = next(_content_ids)
 
     def renew(self, buffer: str) -> None:
         """Record that `buffer` holds something else now, without a write that readers would have to follow."""
+        if self._shared:
+            self._part()
         self.contents[buffer] = next(_content_ids)
 
     def is_stale(self, stage: str) -> bool:
@@ -62,6 +70,8 @@ class VersionLedger:
 
     def ran(self, stage: str) -> None:
         """Record a complete replay of `stage`."""
+        if self._shared:
+            self._part()
         for name in self._writes[stage]:
             self.bump(name)
         self._consumed[stage] = self._current(stage)  # after the writes: a stage is not stale by its own update
@@ -69,15 +79,22 @@ class VersionLedger:
 
     def failed(self, stage: str) -> None:
         """Record that a replay of `stage` broke off: what it wrote is worthless and so is what follows from it."""
+        if self._shared:
+            self._part()
         for name in self._writes[stage]:
             self.bump(name)
         self._consumed[stage] = None
 
     def save(self) -> LedgerState:
         """The ledger as it is now."""
-        return LedgerState(
-            self.versions.copy(), self._consumed.copy(), self._ran_for.copy(), self.variant, self.contents.copy()
-        )
+        self._shared = True
+        return LedgerState(self.versions, self._consumed, self._ran_for, self.variant, self.contents)
+
+    def _part(self) -> None:
+        """Leave the dicts to the states that have them."""
+        self.versions, self.contents = self.versions.copy(), self.contents.copy()
+        self._consumed, self._ran_for = self._consumed.copy(), self._ran_for.copy()
+        self._shared = False
 
     def load(self, state: LedgerState) -> set[str]:
         """Go back to `state`, after the bytes of all regions have come back.
@@ -85,18 +102,15 @@ class VersionLedger:
         A stage whose output did not come back must run again. Returns the buffers that hold something else than
         they did at `state`; of the windows among them the host must say what they hold, before a stage reads them.
         """
-        contents, then = self.contents, state.contents
-        for name in self._saved:
-            contents[name] = then.get(name) or next(_content_ids)
+        then, contents = state.contents, self.contents.copy()
+        known = map(then.__getitem__, self._saved) if then else _content_ids
+        contents.update(zip(self._saved, known, strict=False))
         foreign = {name for name in self._unsaved if contents[name] != then.get(name)}
-        self.versions.update(state.versions)
-        self._consumed = dict(state.consumed)
-        self._ran_for = dict(state.ran_for)
-        self.variant = state.variant
-        if foreign:
-            for stage, writes in self._writes.items():
-                if not foreign.isdisjoint(writes):
-                    self._consumed[stage] = None
+        self.versions, self.contents = state.versions, contents
+        lost = [stage for name in foreign.intersection(self._rerun) for stage in self._rerun[name]]
+        self._consumed = state.consumed | dict.fromkeys(lost)
+        self._ran_for, self.variant = state.ran_for, state.variant
+        self._shared = True
         return foreign
 
     def require_fresh_inputs(self, stage: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -67,6 +68,23 @@ def test_restore_brings_back_actions_without_replaying_what_is_saved() -> None:
     session.restore("here")
     assert session.act() == ("action",)  # the actions are no region, so they are made again from the saved K/V
     np.testing.assert_array_equal(session.read("kv")[:, :4], before[:, :4])
+
+
+def test_what_a_session_does_later_leaves_the_books_of_a_capsule_alone() -> None:
+    session = acted()
+    ledger = session.snapshot("here").state.ledger
+    then = copy.deepcopy(ledger)
+    for change in (
+        lambda: session.fill("image", image(7)),
+        lambda: session.set_extent("rows", 3),
+        session.act,
+        lambda: session.select("long"),
+    ):
+        change()
+        assert ledger == then
+        session.restore("here")
+        change()
+        assert ledger == then
 
 
 def test_restore_brings_the_versions_back_so_a_new_image_is_still_news() -> None:

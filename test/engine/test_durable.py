@@ -105,6 +105,12 @@ def test_windows_that_awaited_filling_still_do_after_loading(folder: CapsuleFold
     assert folder.load("torn").state.unfilled == {"image"}
 
 
+def test_windows_that_were_never_filled_need_it_whatever_the_file_says(folder: CapsuleFolder) -> None:
+    session, path = saved(folder)
+    _rewrite_manifest(path, {"versions": {**session.versions, "noise": 0}, "unfilled": ["nothing"]})
+    assert folder.load("task").state.unfilled == {"noise"}
+
+
 def test_windows_that_are_not_in_the_file_must_be_filled_again(folder: CapsuleFolder) -> None:
     saved(folder)
     session = acted()
@@ -238,6 +244,13 @@ class TestDamage:
     def test_foreign_files(self, folder: CapsuleFolder, content: bytes) -> None:
         _, path = saved(folder)
         path.write_bytes(content)
+        with pytest.raises(ForeignFileError):
+            folder.load("task")
+
+    def test_nothing_of_a_foreign_file_is_read_whatever_its_size(self, folder: CapsuleFolder) -> None:
+        _, path = saved(folder)
+        path.write_bytes(struct.pack("<Q", 2) + b"{}")
+        os.truncate(path, 1 << 43)  # a hole; no machine has the memory for it
         with pytest.raises(ForeignFileError):
             folder.load("task")
 

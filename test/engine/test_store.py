@@ -105,8 +105,9 @@ def test_a_piece_of_another_size_at_the_same_place_has_its_own_size() -> None:
         slab.give_back(piece)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("block_bytes", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 17])
-def test_what_is_read_has_the_digest_of_what_was_written(tmp_path: Path, block_bytes: int) -> None:
+def test_what_is_read_has_the_digest_of_what_was_written(tmp_path: Path, block_bytes: int, at_once: bool) -> None:
     data = np.random.default_rng(0).integers(0, 256, block_bytes + 40, np.uint8)
     block, generator = data[:block_bytes], data[block_bytes:]
     (tmp_path / "file").write_bytes(b"header" + data.tobytes())
@@ -114,6 +115,8 @@ def test_what_is_read_has_the_digest_of_what_was_written(tmp_path: Path, block_b
         open(tmp_path / "file", "rb", buffering=0) as file,
         PayloadReading(file, len(b"header"), block_bytes, 40) as payload,
     ):
+        if at_once:
+            payload.finish_reading()
         found = payload.digest()
     pieces = [block[start : start + PIECE] for start in range(0, block_bytes, PIECE)] + [generator]
     assert found == digest(block, generator)
@@ -121,14 +124,17 @@ def test_what_is_read_has_the_digest_of_what_was_written(tmp_path: Path, block_b
     np.testing.assert_array_equal(np.concatenate([payload.block, payload.generator]), data)
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(tmp_path: Path, at_once: bool) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     with (
         open(tmp_path / "file", "rb", buffering=0) as file,
         PayloadReading(file, 0, 150, 50) as payload,
-        pytest.raises(OSError, match="became shorter while it was read, at byte 100"),
     ):
-        payload.digest()
+        if at_once:
+            payload.finish_reading()
+        with pytest.raises(OSError, match="became shorter while it was read, at byte 100"):
+            payload.digest()
 
 
 _FORK = """

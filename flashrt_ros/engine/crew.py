@@ -1,0 +1,106 @@
+"""Work that several threads share, for calls that leave the interpreter to others most of the time.
+
+It does with less of the interpreter than a thread pool of the standard library. All helpers wake at the same moment
+and need it one after the other, each on a core whose caches know nothing of what it runs: every step of one delays all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import count
+from queue import SimpleQueue
+
+Call = Callable[[], bytes]
+
+_MOST_THREADS = 16
+
+
+class SharedWork:
+    """Calls that several threads make side by side: helpers from the first to the last, this one from the last on."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._left = deque(enumerate(calls))  # safe to take from at both ends by any thread
+        self._outcomes: list[bytes | Exception] = [b""] * len(calls)
+        self._done = count(1)  # safe to advance by any thread
+        self._all_done = threading.Event()
+        crew = _crew()
+        for _ in range(min(len(calls) - 1, crew.size)):
+            crew.call(self._help)
+
+    def do_last(self) -> bool:
+        """Make the last call that nobody has begun; False if there is none."""
+        return self._do(self._left.pop)
+
+    def finish(self) -> list[bytes]:
+        """The results in order, when all calls are made; raises what one of them raised."""
+        while self.do_last():
+            pass
+        self._all_done.wait()
+        return [_result(outcome) for outcome in self._outcomes]
+
+    def abandon(self) -> None:
+        """Return when nobody makes a call any more, nor will."""
+        with suppress(IndexError):
+            while True:
+                self._left.pop()
+                self._count()
+        self._all_done.wait()
+
+    def _help(self) -> None:
+        while self._do(self._left.popleft):
+            pass
+
+    def _do(self, take: Callable[[], tuple[int, Call]]) -> bool:
+        try:
+            index, call = take()
+        except IndexError:
+            return False
+        try:
+            self._outcomes[index] = call()
+        except Exception as error:
+            self._outcomes[index] = error
+        finally:
+            self._count()
+        return True
+
+    def _count(self) -> None:
+        if next(self._done) == len(self._outcomes):
+            self._all_done.set()
+
+
+def _result(outcome: bytes | Exception) -> bytes:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+class _Crew:
+    """Threads that stay, as starting them costs more than most calls. They end with the process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        for number in range(size):
+            threading.Thread(target=self._serve, name=f"crew-{number}", daemon=True).start()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Let one of the threads call `function`, which must not raise."""
+        self._calls.put(function)
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get()()
+
+
+@lru_cache(maxsize=1)
+def _crew() -> _Crew:
+    """A thread a core, but for the one that has the work done."""
+    return _Crew(min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1)
+
+
+os.register_at_fork(after_in_child=_crew.cache_clear)  # a child has the object, but none of its threads

@@ -1,0 +1,93 @@
+"""Work that several threads share is done once each, in any company, and lets no error or thread get lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from flashrt_ros.engine.crew import SharedWork
+
+
+def _slow(number: int) -> bytes:
+    time.sleep(0.002)
+    return bytes([number])
+
+
+def test_results_come_in_the_order_of_the_calls() -> None:
+    assert SharedWork([partial(_slow, n) for n in range(40)]).finish() == [bytes([n]) for n in range(40)]
+
+
+def test_every_call_is_made_once() -> None:
+    made: list[int] = []
+
+    def call(number: int) -> bytes:
+        made.append(number)
+        return b""
+
+    for _ in range(50):
+        made.clear()
+        SharedWork([partial(call, n) for n in range(30)]).finish()
+        assert sorted(made) == list(range(30))
+
+
+def test_one_call_is_made_by_the_thread_that_asks() -> None:
+    seen: list[int] = []
+
+    def call() -> bytes:
+        seen.append(threading.get_ident())
+        return b"x"
+
+    work = SharedWork([call])
+    assert work.do_last()
+    assert not work.do_last()
+    assert (work.finish(), seen) == ([b"x"], [threading.get_ident()])
+
+
+@pytest.mark.parametrize("failing", [0, 19])
+def test_an_error_is_raised_whoever_met_it(failing: int) -> None:
+    def call(number: int) -> bytes:
+        if number == failing:
+            raise OSError(f"call {number}")
+        return _slow(number)
+
+    with pytest.raises(OSError, match=f"call {failing}"):
+        SharedWork([partial(call, n) for n in range(20)]).finish()
+    assert SharedWork([partial(_slow, 7)]).finish() == [b"\7"]  # the threads are still there
+
+
+def test_abandoned_work_is_at_rest_and_stays_so() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def call(number: int) -> bytes:
+        begun.append(number)
+        _slow(number)
+        ended.append(number)
+        return b""
+
+    work = SharedWork([partial(call, n) for n in range(200)])
+    work.do_last()
+    work.abandon()
+    assert sorted(begun) == sorted(ended)
+    count = len(begun)
+    assert 0 < count < 200
+    time.sleep(0.02)
+    assert len(begun) == count
+    assert not work.do_last()
+
+
+def test_several_threads_have_work_done_at_once() -> None:
+    found: dict[int, list[bytes]] = {}
+
+    def ask(first: int) -> None:
+        found[first] = SharedWork([partial(_slow, first + n) for n in range(10)]).finish()
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(0, 80, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {first: [bytes([first + n]) for n in range(10)] for first in range(0, 80, 10)}
