@@ -184,5 +184,5 @@ def test_what_does_not_fit_together_is_refused_with_what_each_takes() -> None:
     ):
         require_room(configs, total - 1, twice=False)
     require_room(configs, 2 * total, twice=True)
-    with pytest.raises(MeasureError, match="each is loaded twice, .* or leave --mechanisms out"):
+    with pytest.raises(MeasureError, match="each runs twice, .* or leave --mechanisms out"):
         require_room(configs, total, twice=True)

@@ -45,7 +45,7 @@ def tier_settings(
 
     Args:
         settings: of the policy, without a precision.
-        twice: every policy will be loaded twice (launch overlap off and on).
+        twice: every policy will run twice (launch overlap off and on).
 
     Raises:
         MeasureError: a tier that is unknown, named twice or 16-bit, cannot run on this GPU, or has no calibration of
@@ -94,7 +94,7 @@ def require_room(configs: Mapping[str, Pi05Config], free: int, twice: bool) -> N
     takes = {name: copies * needed_bytes(config) for name, config in configs.items()}
     if sum(takes.values()) > free:
         each = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in takes.items())
-        twins = "; each is loaded twice, for the pair of launch overlap" if twice else ""
+        twins = "; each runs twice, for the pair of launch overlap" if twice else ""
         remedy = "name fewer tiers, or leave --mechanisms out" if twice else "name fewer tiers"
         total = _gib(sum(takes.values()))
         raise MeasureError(f"together these take up to {total} ({each}{twins}), and {_gib(free)} are free; {remedy}")

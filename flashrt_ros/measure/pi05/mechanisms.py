@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...engine.windows import WindowPath
+from ...policies.pi05.policy import with_overlap
 from ..errors import MeasureError
 from ..rounds import Candidate
 from .observations import Pixels
@@ -48,9 +49,10 @@ def _reuse_pair(ours: Subject) -> Mechanisms:
 
 
 def _overlap_pair(ours: Subject, pictures: list[Pixels], stack: ExitStack) -> Mechanisms:
-    """Two policies that differ in the setting of launch overlap."""
+    """Two policies of the same weights that differ in the setting of launch overlap."""
     own = ours.policy.config.overlap
-    other = Subject({**ours.settings, _OVERLAP: not own}, str(ours.device), pictures)
+    twin = with_overlap(ours.policy, not own, ours.device)
+    other = Subject({**ours.settings, _OVERLAP: not own}, str(ours.device), pictures, policy=twin)
     _require_equal(_OVERLAP, ours, other, stack)
     names = ("other_overlap", "replay") if own else ("replay", "other_overlap")
     return Mechanisms([Candidate("other_overlap", other.replay)], {_OVERLAP: names}, {})

@@ -153,6 +153,22 @@ def assemble(
     )
 
 
+def with_overlap(policy: Pi05Policy, overlap: bool, device: torch.device) -> Pi05Policy:
+    """The same policy of the same weights, which are not copied, with launch overlap on or off: its bits are equal.
+
+    Args:
+        policy: built for `device` with PyTorch's ops as references.
+    """
+    config = replace(policy.config, overlap=overlap)
+    if device.type == "cpu" or not config.fused:
+        return replace(policy, config=config)
+    from .cuda_plan import choose_stages
+
+    table = tier_ops(reference_ops()) if config.calibration else reference_ops()
+    stages, reports = choose_stages(config, policy.weights, table, policy.contract, device, overlap=overlap)
+    return replace(policy, config=config, bodies=stages.bodies(), parts=stages.parts(), kernel_reports=reports)
+
+
 def wide_identity(config: Pi05Config, digest: str, processor: Pi05Processor) -> Identity:
     """What a policy is in its wide precision, with kernels and architecture left open.
 

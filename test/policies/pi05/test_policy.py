@@ -12,6 +12,7 @@ from flashrt_ros.contract import Contract, DType, Identity, Rate, Role
 from flashrt_ros.policies import Policy, PolicyRunner, PromptError, build_policy
 from flashrt_ros.policies.pi05 import Pi05Config
 from flashrt_ros.policies.pi05.plan import build_contract
+from flashrt_ros.policies.pi05.policy import with_overlap
 from flashrt_ros.policies.pi05.presets import JOINT_RANGES
 from flashrt_ros.policies.pixels import PixelOrder
 from test.ops.forbid import CaptureSafe
@@ -335,3 +336,14 @@ def test_sixteen_bit_stays_near_thirty_two() -> None:
     first, second = exact.decide().actions, rounded.decide().actions
     assert 0 < np.abs(first - second).max() < 0.05
     assert np.isfinite(second).all()
+
+
+# -- the same weights again --------------------------------------------------------------------------------------------
+
+
+def test_overlap_is_switched_without_another_copy_of_the_weights() -> None:
+    policy = small_policy()
+    other = with_overlap(policy, not policy.config.overlap, torch.device("cpu"))
+    assert other.config.overlap != policy.config.overlap
+    assert other.weights is policy.weights
+    assert other.contract.fingerprint == policy.contract.fingerprint
