@@ -20,7 +20,6 @@ MAX_CLUSTERS = 16
 _CHUNK = 64  # inputs that one stage of the ring holds of eight tiles
 _STAGE_BYTES = 8192
 _PART_BYTES = 2  # of a value that blocks of a cluster exchange behind a norm
-_FEWEST_STAGES = 4  # of the ring
 _SYNC_WORDS = 4
 PHASES_PER_LAYER = 5
 
@@ -152,6 +151,11 @@ def warps_that_multiply(rows: int) -> int:
     return 12 if rows <= 32 else 16
 
 
+def fewest_stages(rows: int) -> int:
+    """Of the ring. With few rows the teams wait for all eight stages of `down` before the first is released."""
+    return 8 if rows < 16 else 4
+
+
 def operand_rows(rows: int) -> int:
     """Rows of the operand in shared memory: the chunk and the shift of a norm, in groups of eight."""
     return 8 * _up(rows + 1, 8)
@@ -181,8 +185,8 @@ def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tup
     partial = 4 * (warps_that_multiply(rows) // 4) * tiles * rows * 8 if rows < 16 else 0
     fixed = x + y + values + operands + partial + 1024 + 128
     stages = (shared_limit - fixed) // (_STAGE_BYTES + 16)
-    if stages < _FEWEST_STAGES:
-        needed = fixed + _FEWEST_STAGES * (_STAGE_BYTES + 16)
+    if stages < fewest_stages(rows):
+        needed = fixed + fewest_stages(rows) * (_STAGE_BYTES + 16)
         raise KernelError(
             f"expert: {rows} rows and {keys} keys a block need {needed} bytes of shared memory a block, "
             f"there are {shared_limit}"

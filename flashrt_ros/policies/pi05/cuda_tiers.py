@@ -54,19 +54,8 @@ class TierStages(CudaStages):
     A part with a site that this GPU cannot multiply is told when it is called: a `KernelError` that names the site.
     """
 
-    def __init__(
-        self,
-        config: Pi05Config,
-        weights: Pi05Weights,
-        ops: OpTable,
-        *,
-        persistent: bool = True,
-        overlap: bool = False,
-        fused_gate_up: bool = True,
-    ) -> None:
-        super().__init__(
-            config, weights, ops, persistent=persistent, overlap=overlap, fused_gate_up=fused_gate_up
-        )  # fmt: skip
+    def __init__(self, config: Pi05Config, weights: Pi05Weights, ops: OpTable, **switches: bool) -> None:
+        super().__init__(config, weights, ops, **switches)
         self._products: dict[str, Product] = {}
         self._vision = _or_error(self._vision_products)
         self._prefix = _or_error(self._prefix_products)
