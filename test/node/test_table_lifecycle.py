@@ -11,7 +11,7 @@ from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState, GetAvailableTransitions, GetState
 from rcl_interfaces.srv import GetParameters
 
-from flashrt_ros.msg import CapsuleResult
+from flashrt_ros.msg import CapsuleResult, EngineStatus
 from flashrt_ros.node.policy_node import PolicyNode
 from flashrt_ros.srv import DropCapsule, Fork, ListCapsules, Restore, Snapshot
 from test.node.latch import LATCH
@@ -103,6 +103,10 @@ def test_construction_declares_and_nothing_else(rig: Rig) -> None:
     assert "session" not in {thread.name for thread in threading.enumerate()}
 
 
+def _received(status: EngineStatus) -> tuple[int, ...]:
+    return tuple(stream.received for stream in status.streams)
+
+
 def test_observations_from_before_activation_are_not_used(rig: Rig) -> None:
     robot = default_robot(rig).start()
     chunks, statuses = record_chunks(rig), record_status(rig)
@@ -110,6 +114,7 @@ def test_observations_from_before_activation_are_not_used(rig: Rig) -> None:
     assert node.transition("configure")
     statuses.wait_for(lambda m: all(s.received for s in m.streams[:3]), "everything arrived while inactive")
     robot.stop()
+    wait_until(lambda: len({_received(m) for m in statuses.next(5)}) == 1, "what was under way has arrived too")
     assert node.transition("activate")
     status = statuses.wait_for(lambda m: "no message yet" in m.reason, "the node waits for new messages")
     assert status.state.label == "active"
