@@ -9,10 +9,8 @@ and to the host that cannot be recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .errors import CaptureError
+from .path import refusing_to_wait, told
 from .values import mapped, tensors
 
 _FROM_HOST_DATA = (torch.tensor, torch.as_tensor)  # they copy below the level at which operations are seen
@@ -38,10 +37,12 @@ Memory = tuple[str, int]
 class Recording:
     """The operations of one call in order, and which of them are constant.
 
-    `results[i]` is what the i-th operation gave, where it is constant; otherwise it is absent.
+    `results[i]` is what the i-th operation gave, where it is constant; otherwise it is absent. `capturing` is what the
+    call was told when it asked whether a graph is being captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capturing: bool = False) -> None:
+        self.capturing = capturing
         self.names: list[str] = []
         self.results: dict[int, Any] = {}
         self._dependent: dict[Memory, bool] = {}
@@ -198,12 +199,26 @@ class _Second(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def record(call: Callable[[], Any], inputs: Sequence[Tensor]) -> Recording:
     """Run `call`, whose inputs are `inputs`, and write down what in it is constant.
 
-    Raises CaptureError if a value that depends on the inputs reaches the host.
+    The path that it takes without a graph is taken if that can be recorded, as its results are what parity asks for.
+    Where that path needs a value on the host (whether a mask has a gap, say), the one that it keeps for captures is
+    tried, and parity decides whether it is near enough.
+
+    Raises CaptureError if a value that depends on the inputs reaches the host on both.
     """
-    recording = Recording()
+    try:
+        return _recorded(call, inputs, capturing=False)
+    except CaptureError as error:
+        try:
+            return _recorded(call, inputs, capturing=True)
+        except CaptureError:
+            raise error from None
+
+
+def _recorded(call: Callable[[], Any], inputs: Sequence[Tensor], capturing: bool) -> Recording:
+    recording = Recording(capturing)
     recording.depends(inputs)
     first = _First(recording)
-    with _as_if_capturing(), _HostData(first.host_data), first:
+    with told(capturing), refusing_to_wait(), _HostData(first.host_data), first:
         call()
     return recording
 
@@ -211,16 +226,9 @@ def record(call: Callable[[], Any], inputs: Sequence[Tensor]) -> Recording:
 def rerun(call: Callable[[], Any], recording: Recording) -> tuple[Any, list[Tensor]]:
     """Run `call` again without its constant operations; its result, and the constants that must be kept."""
     second = _Second(recording)
-    with _as_if_capturing(), _HostData(second.host_data), second:
+    with told(recording.capturing), _HostData(second.host_data), second:
         result = call()
     return result, second.finish()
-
-
-@contextmanager
-def _as_if_capturing() -> Iterator[None]:
-    """Code that takes another path while a graph is captured (transformers' masks do) must take it now too."""
-    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-        yield
 
 
 def _storage(tensor: Tensor) -> Memory:

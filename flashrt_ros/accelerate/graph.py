@@ -12,7 +12,7 @@ from .calls import Example
 from .constants import record, rerun
 from .errors import CaptureError
 from .turns import Turns
-from .values import Signature, cloned, mapped, opaque, signature, tensors
+from .values import Signature, argument_tensors, cloned, copier, opaque, signature, tensors
 
 _WARM_UP_RUNS = 2  # lazy library handles and autotuning happen here, before capture forbids them
 
@@ -31,21 +31,24 @@ class CapturedCall:
     def __init__(self, call: Callable[..., Any], example: Example, device: torch.device) -> None:
         self._device = device
         self._inputs = cloned(example)
-        self._windows = tensors(self._inputs)
+        args, kwargs = self._inputs
+        self._windows = argument_tensors(args, kwargs)
         _check(self._inputs, self._windows, device)
         self._turns = Turns(device)
-        args, kwargs = self._inputs
 
         def run() -> Any:
             with torch.no_grad():
                 return call(*args, **kwargs)
 
         self._recording = record(run, self._windows)
-        if device.type == "cuda":
-            self._replay = self._captured(run)
-        else:
-            self._replay = lambda: rerun(run, self._recording)[0]
-            _check_result(self._replay())
+        self._replay = self._captured(run) if device.type == "cuda" else self._again(run)
+
+    def _again(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        def replay() -> Any:
+            return cloned(rerun(run, self._recording)[0])
+
+        _check_result(replay())
+        return replay
 
     def _captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -60,19 +63,21 @@ class CapturedCall:
             result, self._constants = rerun(run, self._recording)
         _check_result(result)
         self._recording.results.clear()  # what the graph does not read can go
+        copied = copier(result)
+        copied()  # what cannot be put together again must fail here
 
         def replay() -> Any:
             graph.replay()
-            return result
+            return copied()
 
         return replay
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result on new values, as tensors of the caller's own. One call at a time; others wait."""
-        with self._turns.turn(), torch.no_grad():
-            for window, value in zip(self._windows, tensors((args, kwargs)), strict=True):
+        with self._turns, torch.no_grad():
+            for window, value in zip(self._windows, argument_tensors(args, kwargs), strict=True):
                 window.copy_(value)
-            return cloned(self._replay())
+            return self._replay()
 
 
 class CapturedCalls:
@@ -80,16 +85,19 @@ class CapturedCalls:
 
     def __init__(self, call: Callable[..., Any], examples: Mapping[Signature, Example], device: torch.device) -> None:
         self._calls = {key: CapturedCall(call, example, device) for key, example in examples.items()}
+        self._only = next(iter(self._calls.values())) if len(self._calls) == 1 else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `CapturedCall`; the guard lets only the examples' signatures through."""
-        return self._calls[signature(args, kwargs)](*args, **kwargs)
+        return (self._only or self._calls[signature(args, kwargs)])(*args, **kwargs)
 
 
 def _check(example: Example, windows: list[Tensor], device: torch.device) -> None:
     kind = opaque(example)
     if kind:
         raise CaptureError(f"an argument is a {kind}, whose content a graph cannot take in")
+    if len(windows) != len(tensors(example)):
+        raise CaptureError("an argument holds tensors in something else than lists, tuples and mappings")
     for tensor in windows:
         if tensor.device.type != device.type:
             raise CaptureError(f"an input is on {tensor.device}, the model on {device}; move it there before the call")
@@ -99,4 +107,3 @@ def _check_result(result: Any) -> None:
     kind = opaque(result)
     if kind:
         raise CaptureError(f"the result holds a {kind}, which cannot be copied out of a graph")
-    mapped(lambda tensor: tensor, result)

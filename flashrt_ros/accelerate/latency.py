@@ -113,7 +113,7 @@ def _calls(call: Callable[[], object], form: Form, gates: Gates, device: torch.d
 def _turn(call: Callable[[], object], form: Form, calls: int, device: torch.device) -> list[float]:
     with form():
         call()  # caches of the other form's turn are cold for both
-        _finish(device)
+        finish(device)
         return list(_timed(call, calls, device))
 
 
@@ -121,10 +121,11 @@ def _timed(call: Callable[[], object], calls: int, device: torch.device) -> Iter
     for _ in range(calls):
         start = time.perf_counter()
         call()
-        _finish(device)
+        finish(device)
         yield (time.perf_counter() - start) * 1e3
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until everything that was asked of `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

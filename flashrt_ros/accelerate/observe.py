@@ -53,6 +53,12 @@ class _Notebook:
         """Methods other than `forward` that a structure asked for."""
         return list(dict.fromkeys(site for structure in self._structures for site in structure.methods(model)))
 
+    def note_method(self, site: Site, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """A method that a structure asked for, which ends after all that it calls: what they left does not limit it."""
+        left, self._left = self._left, _MOST_BYTES
+        self.note(site, args, kwargs, result, copied=True)
+        self._left = left
+
     def note(self, site: Site, args: Any, kwargs: dict[str, Any], result: Any, *, copied: bool) -> None:
         """Linear layers are noted too, without copies: what packs them needs their signatures only."""
         seen = self.seen.setdefault(site, Seen(site))
@@ -128,7 +134,7 @@ def _noting(site: Site, notebook: _Notebook) -> Maker:
     def make(original: Call) -> Call:
         def noting(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            notebook.note(site, args, kwargs, result, copied=True)
+            notebook.note_method(site, args, kwargs, result)
             return result
 
         return noting

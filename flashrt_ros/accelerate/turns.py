@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 import torch
 
 
 class Turns:
-    """Calls through `turn` exclude each other, also where another stream still works on an earlier call."""
+    """`with turns:` blocks exclude each other, also where another stream still works on an earlier one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Within the block nobody else has a turn."""
-        with self._lock:
-            if self._done is None:
-                yield
-                return
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._done)
-            yield
-            self._done.record(stream)
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if self._done is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._done)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._done is not None:
+                self._done.record(torch.cuda.current_stream(self._device))
+        finally:
+            self._lock.release()

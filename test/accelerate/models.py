@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -97,6 +98,20 @@ def two_scales(seed: int = 0) -> nn.Sequential:
 
 
 MODELS: tuple[Callable[[], nn.Sequential], ...] = (transformer, mlp, convolution)
+
+
+def qwen3(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """transformers' Qwen3 of four layers with seeded weights, and two texts of 48 tokens as keyword arguments."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.Qwen3Config(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=500, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: nn.Module = transformers.Qwen3ForCausalLM(config).to(device, dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 500, (1, 48), generator=generator).to(device) for _ in range(2)]
+    return model, [{"input_ids": text, "use_cache": False, "logits_to_keep": 1} for text in texts]
 
 
 def examples(count: int = 3, rows: int = ROWS) -> list[Tensor]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from flashrt_ros.accelerate import AccelerateError, Gates, accelerate, available_structures, registered
+from flashrt_ros.accelerate.calls import complete_call
+from flashrt_ros.accelerate.observe import observe
+from flashrt_ros.accelerate.structure import Match, Plain, Scene, Site
 from test.accelerate.models import (
     MODELS,
     QUICK,
@@ -292,3 +295,34 @@ def test_many_threads_get_the_originals_results() -> None:
     norms = [tally for tally in report.tallies if tally.site.endswith(".norm")]
     assert [sum(tally.misses.values()) for tally in norms] == [30, 30]
     assert not any(tally.detached for tally in report.tallies)
+
+
+def test_a_method_is_observed_though_its_modules_have_used_up_the_memory_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = transformer()
+
+        def act(self, x: Tensor) -> Tensor:
+            result: Tensor = self.inside(x)
+            return result
+
+    class Acting(Plain):
+        def methods(self, model: nn.Module) -> Iterable[Site]:
+            return [Site("", model, "act")]
+
+        def watches(self, module: nn.Module) -> bool:
+            return True
+
+        def find(self, scene: Scene) -> Iterable[Match]:
+            return ()
+
+    x = examples()[0]
+    monkeypatch.setattr("flashrt_ros.accelerate.observe._MOST_BYTES", 3 * x.numel() * x.element_size())
+    scene = observe(complete_call(Policy().eval(), "act", [x]), [Acting()])
+    observed = {site.name for site, seen in scene.seen.items() if seen.observations}
+    assert "act" in observed
+    assert "inside" not in observed  # ends last but one, when nothing was left
+    assert len(observed) > 1

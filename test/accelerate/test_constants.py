@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from flashrt_ros.accelerate.calls import seeded
 from flashrt_ros.accelerate.constants import record
@@ -237,6 +238,23 @@ def test_a_call_that_changes_its_path_is_refused() -> None:
 def test_opaque_arguments_are_refused() -> None:
     with pytest.raises(CaptureError, match="an argument is a object"):
         CapturedCall(lambda x, y: x, ((FIRST, object()), {}), CPU)
+
+
+def test_arguments_that_the_guard_cannot_look_into_are_refused() -> None:
+    class Holder:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    pytree.register_pytree_node(Holder, lambda holder: ([holder.x], None), lambda leaves, _: Holder(*leaves))
+    with pytest.raises(CaptureError, match="something else than lists, tuples and mappings"):
+        CapturedCall(lambda holder: holder.x + 1, ((Holder(FIRST),), {}), CPU)
+
+
+def test_a_call_that_fails_does_not_keep_others_waiting() -> None:
+    replayed = captured(lambda x: x * 2)
+    with pytest.raises(RuntimeError):
+        replayed(torch.ones(3, 5))
+    assert torch.equal(replayed(FIRST), FIRST * 2)
 
 
 def test_threads_do_not_see_each_others_inputs() -> None:

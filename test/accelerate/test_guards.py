@@ -63,6 +63,19 @@ def test_calls_inside_are_not_counted(model: nn.Sequential, report: Report) -> N
     assert misses(report) == {}
 
 
+def test_calls_of_several_accepted_kinds_may_alternate() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(RowByRowNorm()).eval(), [*examples(2), *examples(2, rows=ROWS // 2)]
+    other = torch.randn(1, ROWS // 4, WIDTH)
+    with torch.no_grad(), accelerate(model, inputs, gates=PATIENT) as report:
+        assert report.kept == ("fused_norm",)
+        for x in (*inputs, *reversed(inputs), inputs[0], inputs[3], inputs[1]):
+            model(x)
+        assert misses(report) == {}
+        model(other)
+        assert misses(report) == {OTHER: 1}
+
+
 def test_after_some_calls_outside_in_a_row_the_site_detaches_itself_and_says_so(
     model: nn.Sequential, report: Report, caplog: pytest.LogCaptureFixture
 ) -> None:

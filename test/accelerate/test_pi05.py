@@ -130,6 +130,17 @@ def test_what_the_stages_do_not_know_runs_the_original(source: Any) -> None:
 
 
 @needs_lerobot
+def test_arguments_with_gradients_leave_none_behind(source: Any, report: Report) -> None:
+    (_, kwargs) = changed(source.examples[0])
+    args = [kwargs.pop(name) for name in ("images", "img_masks", "tokens", "masks")]
+    for noise in (torch.ones(1, 6, 32, requires_grad=True), torch.ones(1, 6, 32)):
+        result = source.model.sample_actions(*args, noise=noise)
+        assert not result.requires_grad
+        original = type(source.model).sample_actions(source.model, *args, noise=noise)
+        torch.testing.assert_close(result, original, rtol=1e-5, atol=1e-5)
+
+
+@needs_lerobot
 def test_a_policy_whose_weights_were_not_loaded_is_refused(source: Any, checkpoint: Path) -> None:
     check_loaded(source.model, checkpoint / "model.safetensors")
     with torch.no_grad():

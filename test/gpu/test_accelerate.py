@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.accelerate_models import Setting, lerobot_pi05
 from flashrt_ros.accelerate import AccelerateError, Gates, Observation, accelerate, registered, replay
 from flashrt_ros.accelerate.calls import seeded
 from flashrt_ros.accelerate.errors import CaptureError
@@ -18,7 +19,8 @@ from flashrt_ros.accelerate.graph import CapturedCall
 from flashrt_ros.accelerate.structures.fp8_linear import Fp8Linear, quantised
 from flashrt_ros.accelerate.structures.mlp import GegluKernel, GeluEpilogue, row_geglu
 from flashrt_ros.accelerate.structures.norms import row_layer_norm, row_rms_norm
-from test.accelerate.models import FastScale, PlantedNorm, RowByRowNorm, bits, traces, two_scales
+from flashrt_ros.policies.pi05.cuda_plan import PARTS
+from test.accelerate.models import FastScale, PlantedNorm, RowByRowNorm, bits, qwen3, traces, two_scales
 from test.gpu.fused import DEVICE, NEEDS_KERNELS, distance
 
 pytestmark = NEEDS_KERNELS
@@ -143,17 +145,81 @@ def test_attention_by_any_of_torchs_backends_is_captured(dtype: torch.dtype, mas
         assert torch.equal(call(x), attend(x))
 
 
+def test_transformers_take_eagers_path_in_a_graph_and_give_eagers_bits() -> None:
+    pytest.importorskip("transformers", reason="transformers are not installed here")
+    language, examples = qwen3(DEVICE, torch.bfloat16)
+    call = CapturedCall(language, ((), examples[0]), DEVICE)
+    assert not call._recording.capturing
+    for example in examples:
+        with torch.no_grad():
+            expected = language(**example)
+        assert torch.equal(call(**example).logits, expected.logits)
+
+
+def test_transformers_padding_is_captured_on_the_path_for_graphs() -> None:
+    pytest.importorskip("transformers", reason="transformers are not installed here")
+    language, examples = qwen3(DEVICE, torch.bfloat16)
+    padded = [{**example, "attention_mask": torch.ones_like(example["input_ids"])} for example in examples]
+    padded[1]["attention_mask"][0, :3] = 0
+    call = CapturedCall(language, ((), padded[0]), DEVICE)
+    assert call._recording.capturing
+    for example in padded:
+        with torch.no_grad():
+            expected = language(**example)
+        assert distance(call(**example).logits.double(), expected.logits.double()) < 0.05
+
+
+def test_a_language_model_is_kept_as_a_graph_at_the_default_gates() -> None:
+    pytest.importorskip("transformers", reason="transformers are not installed here")
+    language, examples = qwen3(DEVICE, torch.bfloat16)
+    with accelerate(language, examples, gates=GATES, kinds=("graph",)) as report:
+        assert report.kept == ("cuda_graph",)
+        assert report.receipt.result["parity"]["dimension_error"] == 0
+        assert report.speedup > 1.5
+
+
+class Short(Setting):
+    """True widths and dtypes, two layers a stack."""
+
+    def pick(self, true: Any, tiny: Any) -> Any:
+        return {"vision_layers": 2, "layers": 2, "vocabulary": 1000} if true == {} else true
+
+
+def test_lerobots_pi05_runs_on_the_fused_stages() -> None:
+    pytest.importorskip("lerobot", reason="LeRobot is not installed here")
+    workload = lerobot_pi05(Short(DEVICE, tiny=False))
+    policy: Any = workload.model
+    examples = workload.examples
+    with accelerate(policy, examples, method=workload.method, gates=GATES, kinds=("policy",)) as report:
+        assert report.kept == ("pi05_stages",)
+        verdict = next(v for v in report.receipt.candidates if v.name == "pi05_stages")
+        assert not {f"sample_actions: {part}" for part in PARTS} & set(verdict.dropped)  # which would be references
+        assert report.speedup > 2
+        for count in (30, 70, 200):
+            example = {**examples[0][1], "masks": (torch.arange(200, device=DEVICE) < count)[None]}
+            expected = type(policy).sample_actions(policy, **example)
+            assert distance(policy.sample_actions(**example).double(), expected.double()) < 0.02
+        assert not any(tally.misses for tally in report.tallies)
+        assert report.guard_ms < 0.1
+
+
+def waiting(x: Tensor) -> Tensor:
+    torch.cuda.synchronize()
+    return x + 1
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a host decision": lambda x: x * 2 if x.sum() > 0 else x,
     "a mask as index": lambda x: x[x > 0],
     "chance on the host": lambda x: x + torch.rand(256).to(x.device),
     "a copy to the host": lambda x: x.cpu().to(x.device),
+    "waiting": waiting,
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_captured_is_refused_and_the_gpu_goes_on(what: str) -> None:
-    with pytest.raises(CaptureError, match="to or from the host"):
+    with pytest.raises(CaptureError, match="to or from the host|waits for the GPU"):
         CapturedCall(REFUSED[what], ((INPUTS[0],), {}), DEVICE)
     assert bool((INPUTS[0] + 1).isfinite().all())
 
@@ -194,6 +260,23 @@ def test_norms_as_operations(rows: int) -> None:
     normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6)
     expected = normed * (1 + modulation[0].double()) + modulation[1].double()
     assert distance(row_rms_norm(x, modulation, 1e-6).double(), expected) < BOUND
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "parts of wider rows": lambda x: torch.cat((x, x + 1), -1)[..., : x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norms_of_rows_that_are_not_dense_have_the_bits_of_dense_ones(layout: str) -> None:
+    x, weight, bias = (draw(*shape, dtype=torch.bfloat16) for shape in ((1, 77, 1152), (1152,), (1152,)))
+    spread = LAYOUTS[layout](x)
+    assert not spread.is_contiguous()
+    assert torch.equal(spread, x)
+    assert torch.equal(row_layer_norm(spread, weight, bias, 1e-6), row_layer_norm(x, weight, bias, 1e-6))
+    modulation = draw(3, 1152)
+    assert torch.equal(row_rms_norm(spread, modulation, 1e-6), row_rms_norm(x, modulation, 1e-6))
 
 
 def test_geglu_as_an_operation() -> None:

@@ -198,7 +198,7 @@ class Pi05Call:
         config = self._config
         if noise is None:
             noise = self._module.sample_noise((1, config.chunk, config.padded_width), tokens.device)  # type: ignore
-        with self._turns.turn():
+        with self._turns, torch.no_grad():
             for window, image in zip(self._images, images, strict=True):
                 window.copy_(image[0])
             self._arena["tokens"].copy_(torch.where(masks[0], tokens[0], ABSENT))
