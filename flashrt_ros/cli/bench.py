@@ -140,12 +140,23 @@ def summary(results: list[dict[str, Any]]) -> str:
         parts += [f"{name} off / on: not timed, {reason}" for name, reason in r["pairs_missing"].items()]
         parts.append(table((_name(r), "µs"), list(r["call_parts_us"].items())))
         if r["load_s"]:
-            shown = ("first_action", "second_start", "second_start_with_imports")
-            parts.append(", ".join(f"{name} {r['load_s'][name]} s" for name in shown))
+            parts.append(_load_text(r["load_s"]))
         if r["gpu"]:
             power, clock = r["gpu"].get("power_w", {}), r["gpu"].get("sm_mhz", {})
             parts.append(f"GPU: median {power.get('median')} W (max {power.get('max')}), {clock.get('median')} MHz")
     return "\n\n".join(parts)
+
+
+def _load_text(load: Mapping[str, Any]) -> str:
+    """How long both starts took, and where the time went."""
+    shown = ("first_action", "second_start", "second_start_with_imports")
+    totals = ", ".join(f"{name} {load[name]} s" for name in shown)
+    lines = [f"{name}: {_parts_text(load[name])}" for name in ("first_parts", "second_parts")]
+    return "\n".join([totals, *lines])
+
+
+def _parts_text(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{part} {seconds} s" for part, seconds in parts.items())
 
 
 def _tier_table(results: list[dict[str, Any]]) -> str:

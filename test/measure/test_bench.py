@@ -17,7 +17,7 @@ from flashrt_ros.measure.pi05.baselines import PLAIN_GRAPH, Baseline
 from flashrt_ros.measure.pi05.bench import Options, bench
 from flashrt_ros.measure.pi05.result import merged, parity_summary
 from flashrt_ros.measure.pi05.starts import starts
-from flashrt_ros.measure.pi05.subject import CALL_PARTS, Case, Subject
+from flashrt_ros.measure.pi05.subject import CALL_PARTS, STARTS, Case, Subject
 from flashrt_ros.measure.rounds import Schedule
 from test.measure.tiny import SIZES, pictures, settings
 
@@ -63,7 +63,7 @@ def test_starts_are_timed_in_processes_of_their_own(result: dict[str, Any]) -> N
     load = result["load_s"]
     assert load["second_start_with_imports"] > load["second_start"] > 0
     for name, parts in (("first_action", "first_parts"), ("second_start", "second_parts")):
-        assert list(load[parts]) == ["policy", "session", "decision"]
+        assert tuple(load[parts]) == STARTS
         assert sum(load[parts].values()) == pytest.approx(load[name], rel=0.05)
 
 
@@ -132,6 +132,11 @@ def test_a_newer_result_takes_the_place_of_the_older_one(result: dict[str, Any])
     older, another = {**result, "kernels": 1}, {**result, "views": 3}
     assert merged([older, another], [result]) == [result, another]
     assert merged([another], [result]) == [another, result]
+
+
+def test_a_result_without_starts_keeps_those_of_the_older_one(result: dict[str, Any]) -> None:
+    assert merged([result], [{**result, "load_s": None}]) == [result]
+    assert merged([{**result, "load_s": {"date": "earlier"}}], [result]) == [result]
 
 
 def test_the_parity_report_is_summed_up_by_its_largest_number_of_steps() -> None:

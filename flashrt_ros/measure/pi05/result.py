@@ -206,7 +206,14 @@ def same_case(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def merged(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`old` with the results of `new` in the place of those of the same configuration, or behind."""
-    kept = [next((newer for newer in new if same_case(newer, older)), older) for older in old]
+    """`old` with the results of `new` in the place of those of the same configuration, or behind.
+
+    How long starts took is kept from the older result where the newer one did not time them; it has a date of its own.
+    """
+    kept = [next((_with_load(newer, older) for newer in new if same_case(newer, older)), older) for older in old]
     behind = [newer for newer in new if not any(same_case(newer, older) for older in old)]
     return [dict(result) for result in (*kept, *behind)]
+
+
+def _with_load(newer: Mapping[str, Any], older: Mapping[str, Any]) -> Mapping[str, Any]:
+    return newer if newer.get("load_s") else {**newer, "load_s": older.get("load_s")}

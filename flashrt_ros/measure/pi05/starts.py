@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..circumstances import significant
+from ..circumstances import now, significant
 from ..errors import MeasureError
 
 MODULE = "flashrt_ros.measure.pi05.starts"
@@ -29,8 +29,8 @@ def starts(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
 
     Returns:
         `first_action` and `second_start`: seconds from the beginning of loading to the first actions on the host;
-        `second_start_with_imports`: the same from the start of the process; `first_parts`, `second_parts`: what of it
-        went into the policy (weights, their digest, self-test), the session (arena, capture) and the decision.
+        `second_start_with_imports`: from the start of the process to its end; `first_parts`, `second_parts`: what each
+        of `subject.STARTS` took; `date` of the measurement.
     """
     with tempfile.TemporaryDirectory() as cache:
         first, second = (_start(settings, device, cache) for _ in range(2))
@@ -40,6 +40,7 @@ def starts(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
         "second_start_with_imports": second["process_s"],
         "first_parts": first["parts"],
         "second_parts": second["parts"],
+        "date": now(),
     }
 
 

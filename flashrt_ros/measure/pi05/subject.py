@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from ...engine.graphs import Executable, capture
 from ...engine.windows import WindowPath
 from ...policies import PolicyRunner
-from ...policies.pi05 import Pi05Policy, build
+from ...policies.pi05 import BUILD_PARTS, Pi05Policy, build
 from ...policies.pi05.plan import image_buffer
 from ...policies.pixels import PixelOrder
 from ...policies.runner import PARTS as INFER_PARTS
@@ -26,8 +25,8 @@ from ..trace import Span, traced
 from .checkpoint import cut, default_settings
 from .observations import Observation, Pixels, frame, instruction_of_length
 
-STARTS = ("policy", "session", "decision")
-"""Parts of a start: weights, digest and self-test; arena and capture; the first decision."""
+STARTS = (*BUILD_PARTS, "session", "decision")
+"""Parts of a start: those of `build`; arena and capture; the first decision."""
 FRAME_SIZE = (480, 640)  # height, width
 PARTS = ("vision", "prefix", "expert")
 CALL_PARTS = ("ingest", "upload", *INFER_PARTS, "replay", "fetch", "unnormalise")
@@ -56,6 +55,18 @@ class Case:
         return settings | changes
 
 
+class _Laps:
+    """A clock that is told at the end of each part; `seconds` is what each one took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def __call__(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now
+
+
 class Subject:
     """A runner with one observation in its windows and one instruction of the longest prompt's exact length.
 
@@ -67,18 +78,17 @@ class Subject:
         windows: how windows reach the stages; by default as suits the device.
 
     `first_action_s` is the time from the beginning of loading to the first actions on the host, and `start_s` what of
-    it each part took; `windows` is how windows reach the stages.
+    it each of STARTS took, those of `build` only where no policy was given; `windows` is how windows reach the stages.
     """
 
     def __init__(
         self, settings: Mapping[str, Any], device: str, pictures: list[Pixels], seed: int = 0, *,
         policy: Pi05Policy | None = None, windows: WindowPath | None = None,
     ) -> None:  # fmt: skip
-        marks = [time.perf_counter()]
-        self.policy: Pi05Policy = policy or build(settings, device)
-        marks.append(time.perf_counter())
+        lap = _Laps()
+        self.policy: Pi05Policy = policy or build(settings, device, lap=lap)
         self.runner = PolicyRunner.start(self.policy, device, seed, windows=windows)
-        marks.append(time.perf_counter())
+        lap("session")
         self.windows = str(self.runner.session.window_path(image_buffer(self.views[0])))
         self.device = torch.device(device)
         self.settings = dict(settings)
@@ -89,9 +99,9 @@ class Subject:
         bucket = self.policy.config.prompt_buckets[-1]
         self.runner.set_instruction(instruction_of_length(self.policy, self.state, bucket))
         self.decide()
-        marks.append(time.perf_counter())
-        self.first_action_s = marks[-1] - marks[0]
-        self.start_s = dict(zip(STARTS, (b - a for a, b in pairwise(marks)), strict=True))
+        lap("decision")
+        self.start_s = lap.seconds
+        self.first_action_s = sum(lap.seconds.values())
         self._tokens = self.runner.session.read("tokens")
 
     @property

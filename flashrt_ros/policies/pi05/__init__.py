@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -24,20 +24,34 @@ from .seeded import seeded_normalisers, seeded_source
 from .settings import Resolved, resolve, tokenizer_path
 from .source import FileSource, TensorSource, digest
 from .tokenizer import Tokenizer
-from .weights import load_weights
+from .weights import Pi05Weights, load_weights
 
-__all__ = ["Pi05Config", "Pi05Policy", "build", "identify"]
+__all__ = ["BUILD_PARTS", "Pi05Config", "Pi05Policy", "build", "identify"]
+
+BUILD_PARTS = ("device", "checkpoint", "weights", "digest", "stages")
+"""Parts of `build`, in their order: driver, context and libraries; description, tokenizer and room in memory; reading
+and packing; what hashing takes longer than that; kernels and their self-test. A GPU may still work on one when the host
+is in the next."""
 
 _WORTH_A_BAR = 1 << 28  # bytes; less is read before anybody looks
 
+Lap = Callable[[str], None]
 
-def build(settings: Mapping[str, object], device: str = "cpu", ops: OpTable | None = None) -> Pi05Policy:
+
+def _no_lap(part: str) -> None:
+    """Nobody measures."""
+
+
+def build(
+    settings: Mapping[str, object], device: str = "cpu", ops: OpTable | None = None, lap: Lap = _no_lap
+) -> Pi05Policy:
     """Load a π0.5 policy.
 
     Args:
         settings: any fields of `Pi05Config`; `preset` alone is enough for the tiny model.
         device: "cpu", "cuda" or "cuda:N".
         ops: implementations of the ops; the PyTorch references by default.
+        lap: called at the end of each of BUILD_PARTS, by whoever measures where the time goes.
 
     Raises:
         SettingsError: a setting is unknown, wrong, or contradicts the checkpoint.
@@ -46,21 +60,25 @@ def build(settings: Mapping[str, object], device: str = "cpu", ops: OpTable | No
     """
     target = resolve_device(device)
     require_kernels(target)
+    lap("device")
     resolved = resolve(settings)
     config = resolved.config
     processor = Pi05Processor(config, _tokenizer(resolved), _normalisers(resolved))
     source = _source(resolved)
     if target.type == "cuda":
         require_memory(target, needed_bytes(config), f"policy 'pi05' with {len(config.views)} views")
+    lap("checkpoint")
     with memory_refusals(target):
-        return assemble(
+        policy = assemble(
             config,
-            _load(source, config, target),
+            _load(source, config, target, lap),
             processor,
             checkpoint=str(resolved.checkpoint.folder) if resolved.checkpoint else f"preset:{config.preset}",
             device=target,
             ops=ops,
         )
+    lap("stages")
+    return policy
 
 
 def identify(settings: Mapping[str, object]) -> tuple[Pi05Config, Identity]:
@@ -74,14 +92,22 @@ def identify(settings: Mapping[str, object]) -> tuple[Pi05Config, Identity]:
     return config, wide_identity(config, digest(_source(resolved)), processor)
 
 
-def _load(source: TensorSource, config: Pi05Config, device: torch.device) -> Loaded:
+def _load(source: TensorSource, config: Pi05Config, device: torch.device, lap: Lap) -> Loaded:
     """Weights on `device`, and their digest, which the other cores compute meanwhile."""
     with ThreadPoolExecutor(1) as pool:
         hashed = pool.submit(digest, source)
-        if source.nbytes < _WORTH_A_BAR:
-            return Loaded(load_weights(source, config, device), hashed.result())
-        with progress("loading weights", source.nbytes) as advance:
-            return Loaded(load_weights(source, config, device, advance), hashed.result())
+        weights = _packed(source, config, device)
+        lap("weights")
+        loaded = Loaded(weights, hashed.result())
+        lap("digest")
+        return loaded
+
+
+def _packed(source: TensorSource, config: Pi05Config, device: torch.device) -> Pi05Weights:
+    if source.nbytes < _WORTH_A_BAR:
+        return load_weights(source, config, device)
+    with progress("loading weights", source.nbytes) as advance:
+        return load_weights(source, config, device, advance)
 
 
 def _source(resolved: Resolved) -> TensorSource:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...engine.dtypes import TORCH_DTYPE
+from ...engine.upload import Uploader
 from ..progress import Advance
 from .config import DTYPES, Pi05Config
 from .layout import EMBEDDING, EXPERT, LANGUAGE, PROJECTOR, VISION, modulation_names
@@ -116,7 +117,7 @@ def load_weights(
 
     `advance` is told how many bytes of `source` each step has read, and in the end how many nobody needs.
     """
-    loader = _Loader(source, config, device, advance)
+    loader = (_ShapeLoader if device.type == "meta" else _Loader)(source, config, device, advance)
     weights = Pi05Weights(loader.vision(), loader.prefix(), loader.expert(), loader.time())
     advance(source.nbytes - loader.read)
     return weights
@@ -136,6 +137,7 @@ def time_embeddings(config: Pi05Config) -> Tensor:
 class _Loader:
     def __init__(self, source: TensorSource, config: Pi05Config, device: torch.device, advance: Advance) -> None:
         self._source, self._config, self._device, self._advance = source, config, device, advance
+        self._upload = Uploader(device) if device.type == "cuda" else None
         self.read = 0
         self._dtype = TORCH_DTYPE[DTYPES[config.dtype]]
 
@@ -143,11 +145,11 @@ class _Loader:
         embeddings = f"{VISION}.embeddings"
         patch = self._wide(f"{embeddings}.patch_embedding.weight").flatten(1)
         bias = self._wide(f"{embeddings}.patch_embedding.bias")
-        position = self._wide(f"{embeddings}.position_embedding.weight") + bias
+        position = self._sum(self._wide(f"{embeddings}.position_embedding.weight"), bias)
         layers = tuple(self._vision_layer(f"{VISION}.encoder.layers.{i}") for i in range(self._config.vision_layers))
         return VisionWeights(
             patch=self._cast(patch),
-            position=self._cast(position.repeat(len(self._config.views), 1)),
+            position=self._cast(self._stacked([position] * len(self._config.views))),
             layers=layers,
             norm=self._dense(f"{VISION}.post_layernorm"),
             projector=self._dense(PROJECTOR),
@@ -170,7 +172,7 @@ class _Loader:
         return PrefixWeights(
             embedding=self._cast(self._stored(EMBEDDING)),
             layers=tuple(self._prefix_layer(f"{LANGUAGE}.layers.{i}") for i in range(self._config.layers - 1)),
-            last_key_value=self._cast(key_value * self._norm_weight(f"{last}.input_layernorm")),
+            last_key_value=self._cast(self._scaled(key_value, self._norm_weight(f"{last}.input_layernorm"))),
         )
 
     def _prefix_layer(self, layer: str) -> GemmaLayer:
@@ -180,19 +182,20 @@ class _Loader:
 
     def expert(self) -> ExpertWeights:
         step = -1.0 / self._config.steps
+        leave = [self._scaled(self._wide(f"action_out_proj.{name}"), step) for name in ("weight", "bias")]
         return ExpertWeights(
             enter=Dense(self._wide("action_in_proj.weight"), self._wide("action_in_proj.bias")),
             layers=tuple(self._gemma_layer(f"{EXPERT}.layers.{i}") for i in range(self._config.layers)),
-            leave=Dense(self._wide("action_out_proj.weight") * step, self._wide("action_out_proj.bias") * step),
+            leave=Dense(*leave),
         )
 
     def _gemma_layer(self, layer: str, norm1: Tensor | float = 1.0, norm2: Tensor | float = 1.0) -> GemmaLayer:
         qkv = self._wide(*(f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"))
         gate_up = self._wide(f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight")
         return GemmaLayer(
-            qkv=self._cast(qkv * norm1),
+            qkv=self._cast(self._scaled(qkv, norm1)),
             output=self._cast(self._stored(f"{layer}.self_attn.o_proj.weight")),
-            gate_up=self._cast(gate_up * norm2),
+            gate_up=self._cast(self._scaled(gate_up, norm2)),
             down=self._cast(self._stored(f"{layer}.mlp.down_proj.weight")),
         )
 
@@ -216,19 +219,49 @@ class _Loader:
         return Dense(self._cast(weight), self._cast(bias))
 
     def _norm_weight(self, name: str) -> Tensor:
-        return 1 + self._wide(f"{name}.weight")
+        return self._sum(self._wide(f"{name}.weight"), 1.0)
 
     def _wide(self, *names: str) -> Tensor:
         """The tensors, one above the other, in float32 on the device."""
         tensors = [self._stored(name).float() for name in names]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return tensors[0] if len(tensors) == 1 else self._stacked(tensors)
 
     def _stored(self, name: str) -> Tensor:
         stored = self._source.tensor(name)
-        tensor = stored.to(self._device)
+        tensor = self._moved(stored)
         self.read += stored.nbytes
         self._advance(stored.nbytes)
         return tensor
 
+    def _moved(self, stored: Tensor) -> Tensor:
+        if self._upload is None or stored.device.type != "cpu":
+            return stored.to(self._device)
+        return self._upload(stored)
+
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype).contiguous()
+
+    # All arithmetic of the loader.
+
+    def _stacked(self, tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors)
+
+    def _scaled(self, tensor: Tensor, factor: Tensor | float) -> Tensor:
+        return tensor * factor
+
+    def _sum(self, tensor: Tensor, other: Tensor | float) -> Tensor:
+        return tensor + other
+
+
+class _ShapeLoader(_Loader):
+    """Shapes without values, on the meta device. PyTorch's arithmetic there is Python that imports its whole compiler,
+    which takes a second or more of a start; shapes need none."""
+
+    def _stacked(self, tensors: list[Tensor]) -> Tensor:
+        return tensors[0].new_empty((sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:]))
+
+    def _scaled(self, tensor: Tensor, factor: Tensor | float) -> Tensor:
+        return tensor
+
+    def _sum(self, tensor: Tensor, other: Tensor | float) -> Tensor:
+        return tensor
