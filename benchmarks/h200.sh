@@ -135,7 +135,8 @@ step_node() ( # in an environment of its own, where ROS comes from wheels
 		export PYTHONPATH="$PWD:$site" AMENT_PREFIX_PATH=$ros
 		export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 	fi
-	script node_gpu h200_node.json -- --checkpoint "$checkpoint" --device "$DEVICE" --logs "$results/node_logs"
+	script node_gpu h200_node.json -- --checkpoint "$checkpoint" --device "$DEVICE" --set "preset=$PRESET" \
+		--chunk "${first_case#*x}" --tokens "$TOKENS" --logs "$results/node_logs"
 )
 
 step_accelerate() {

@@ -18,7 +18,7 @@ from .scene import CAMERAS, INSTRUCTIONS
 from .share import share_file
 
 POLICY_NODE = "policy"
-START_LIMIT = 90.0  # seconds from starting the processes until something came from each of them
+START_LIMIT = 180.0  # seconds from starting the processes until something came from each; a checkpoint loads meanwhile
 STATUS_LIMIT = 10.0  # seconds between two statuses
 _SLICE = 0.1  # seconds between two looks at the children and at the caller's wishes
 
