@@ -88,6 +88,7 @@ def measure(
         report = accelerate(
             workload.model, workload.examples, method=workload.method, gates=gates,
             progress=lambda done, total, text: _say(f"{name}: {done}/{total} {text}"),
+            told=lambda candidate, found: _say(f"{name}: {candidate}: {found}"),
         )  # fmt: skip
     searched_s = time.perf_counter() - start - built_s
     with report:

@@ -10,7 +10,7 @@ The function and the package have one name: `flashrt_ros.accelerate.accelerate` 
 """
 
 from .api import DEFAULT_KINDS, accelerate, replay
-from .errors import AccelerateError, CaptureError, ReceiptError
+from .errors import AccelerateError, CaptureError, DeviceFaultError, ReceiptError
 from .gates import Gates
 from .receipt import Receipt, Verdict
 from .registry import available_structures, register, registered, unregister
@@ -22,6 +22,7 @@ __all__ = [
     "KINDS",
     "AccelerateError",
     "CaptureError",
+    "DeviceFaultError",
     "Gates",
     "Match",
     "ModuleStructure",

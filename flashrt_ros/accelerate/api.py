@@ -11,8 +11,9 @@ from torch import nn
 
 from . import latency, parity
 from .calls import CompleteCall, carries_gradients, complete_call
-from .candidates import FAILURES, Candidate, Live, first_line, prepare, release
-from .errors import AccelerateError, ReceiptError
+from .candidates import FAILURES, Candidate, Live, prepare, release
+from .device import blaming
+from .errors import AccelerateError, ReceiptError, first_line
 from .gates import Gates
 from .identity import environment, model_identity
 from .latency import Latency
@@ -24,9 +25,12 @@ from .report import MARK, Report
 from .search import Outcome, Trial, search
 from .structure import KINDS, Scene, Structure
 
+_ORIGINAL = "the original model"
 DEFAULT_KINDS = tuple(kind for kind in KINDS if kind != "compile")
 Progress = Callable[[int, int, str], None]
 """Called with the steps done, the steps in all as far as known, and what is done next."""
+Told = Callable[[str, str], None]
+"""Called with the name of a candidate, or the names of a set, and what was found out, as soon as that is known."""
 
 
 def accelerate(
@@ -37,6 +41,7 @@ def accelerate(
     gates: Gates | None = None,
     kinds: Iterable[str] = DEFAULT_KINDS,
     progress: Progress | None = None,
+    told: Told | None = None,
 ) -> Report:
     """Make `model.method(...)` faster where that is proven to pay and to agree, and leave it alone where it is not.
 
@@ -48,6 +53,7 @@ def accelerate(
         gates: limits of parity and latency.
         kinds: kinds of structures to consider; "compile" has to be asked for.
         progress: told about every step.
+        told: told about every verdict, and about every set that was tried.
 
     Returns:
         A report. The model is accelerated until `report.detach()` or the end of a `with` block; nothing is changed
@@ -55,8 +61,9 @@ def accelerate(
 
     Raises:
         AccelerateError: the model, the method, the examples or a kind are not what is expected.
+        DeviceFaultError: a candidate broke the device; the message names it.
     """
-    job = _job(model, example_inputs, method, gates or Gates(), tuple(kinds), progress)
+    job = _job(model, example_inputs, method, gates or Gates(), tuple(kinds), progress, told)
     offered = [structure for structure in available_structures() if structure.kind in job.kinds]
     graphs, others = job.prepared(offered)
     base = job.judge_graphs(graphs)
@@ -77,7 +84,7 @@ def replay(
             says which. Also where what it kept does not pass the parity gate any more.
     """
     known = receipt if isinstance(receipt, Receipt) else Receipt.load(receipt)
-    job = _job(model, example_inputs, method, Gates(**known.gates), KINDS, None)
+    job = _job(model, example_inputs, method, Gates(**known.gates), KINDS)
     known.check(job.identity, environment())
     wanted = [structure for structure in available_structures() if structure.name in known.kept]
     graphs, others = job.prepared(wanted)
@@ -86,8 +93,9 @@ def replay(
         refusal = "this installation does not have it" if candidate is None else candidate.refusal
         if refusal:
             raise ReceiptError(f"'{name}' is in the receipt, but {refusal}", name)
-    live = job.live((*graphs, *others))
-    found = job.parity(live)
+    with blaming(f"what the receipt kept ({' + '.join(known.kept)})", job.call.device):
+        live = job.live((*graphs, *others))
+        found = job.parity(live)
     if not found.passed:
         raise ReceiptError(f"what the receipt kept is not the original any more: {found.failure}", "result")
     return Report(job.call, known, live)
@@ -99,7 +107,8 @@ def _job(
     method: str,
     gates: Gates,
     kinds: tuple[str, ...],
-    progress: Progress | None,
+    progress: Progress | None = None,
+    told: Told | None = None,
 ) -> _Job:
     call = complete_call(model, method, example_inputs)
     if MARK in vars(model):
@@ -107,7 +116,7 @@ def _job(
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise AccelerateError(f"unknown kind '{unknown[0]}'; there are: {', '.join(KINDS)}")
-    return _Job(call, gates, kinds, progress or (lambda done, total, text: None))
+    return _Job(call, gates, kinds, progress or (lambda done, total, text: None), told or (lambda name, found: None))
 
 
 @dataclass
@@ -116,6 +125,7 @@ class _Job:
     gates: Gates
     kinds: tuple[str, ...]
     progress: Progress
+    told: Told
     candidates: dict[str, Candidate] = field(default_factory=dict)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     passed: dict[str, float] = field(default_factory=dict)  # milliseconds that each saves alone
@@ -126,9 +136,10 @@ class _Job:
     def __post_init__(self) -> None:
         self._say("running the original")
         self.identity = model_identity(self.call)
-        self.originals = self.call.results()
-        _demand_finite_repeat(self.call, self.originals, self.gates)
-        self.graded = carries_gradients(self.call)
+        with blaming(_ORIGINAL, self.call.device):
+            self.originals = self.call.results()
+            _demand_finite_repeat(self.call, self.originals, self.gates)
+            self.graded = carries_gradients(self.call)
         self._lives: dict[tuple[str, ...], Live] = {}
         self._baselines: dict[tuple[str, ...], Live] = {}
 
@@ -138,10 +149,12 @@ class _Job:
         """Candidates with something to judge: those that are built for each set, and the others."""
         self._say("looking for structures")
         possible = [structure for structure in offered if not structure.available(self.call.device)]
-        self.scene: Scene = observe(self.call, possible)
+        with blaming(_ORIGINAL, self.call.device):
+            self.scene: Scene = observe(self.call, possible)
         for structure in offered:
             self._say(f"preparing {structure.name}")
-            candidate = self.candidates[structure.name] = prepare(structure, self.scene)
+            with blaming(f"candidate '{structure.name}', while it was prepared,", self.call.device):
+                candidate = self.candidates[structure.name] = prepare(structure, self.scene)
             if candidate.refusal:
                 self._refuse(candidate, candidate.refusal)
         self.scene.forget()
@@ -162,6 +175,10 @@ class _Job:
         self._say(f"judging {candidate.name}")
         around = [base] if base is not None and not base.conflicts(candidate) else []
         against = around[0].name if around else "original"
+        with blaming(f"candidate '{candidate.name}'{f' within {against!r}' if around else ''}", self.call.device):
+            self._judge_against(candidate, around, against)
+
+    def _judge_against(self, candidate: Candidate, around: Sequence[Candidate], against: str) -> None:
         try:
             found, timed = self.measured(self.live((candidate, *around)), self._baseline(around))
         except FAILURES as error:
@@ -197,7 +214,8 @@ class _Job:
         self._baselines.clear()
         if self.passed:
             form = self.live(()).form
-            self.original_ms = latency.typical_ms(self.call.in_turn(), form, self.gates, self.call.device)
+            with blaming(_ORIGINAL, self.call.device):
+                self.original_ms = latency.typical_ms(self.call.in_turn(), form, self.gates, self.call.device)
 
         def conflicts(a: str, b: str) -> bool:
             return self.candidates[a].conflicts(self.candidates[b])
@@ -206,6 +224,13 @@ class _Job:
 
     def _trial(self, names: tuple[str, ...]) -> Trial:
         self._say(f"judging together: {', '.join(names)}")
+        together = " + ".join(names)
+        with blaming(f"the set {together}", self.call.device):
+            trial = self._tried(names)
+        self.told(together, trial.failure or f"passes: {trial.ms:.4g} ms")
+        return trial
+
+    def _tried(self, names: tuple[str, ...]) -> Trial:
         try:
             live = self.live(self.candidates[name] for name in names)
             found, timed = self.measured(live, self.live(()))
@@ -233,7 +258,9 @@ class _Job:
             verdict = self.verdicts[name]
             kept = name in outcome.best
             reason = "in the best set that passes" if kept else _why_not(name, outcome, failures)
-            self.verdicts[name] = Verdict(**{**vars(verdict), "verdict": KEPT if kept else REFUSED, "reason": reason})
+            final = Verdict(**{**vars(verdict), "verdict": KEPT if kept else REFUSED, "reason": reason})
+            self.verdicts[name] = final
+            self.told(name, f"{final.verdict}: {reason}")
         self._say("done")
         return self._lives.get(outcome.best) or self.live(())
 
@@ -271,6 +298,8 @@ class _Job:
             parity=found.to_dict() if found else None,
             latency=timed.to_dict() if timed else None,
         )
+        gain = f": {timed.speedup:.3f} times as fast as {against}" if timed and timed.passed else ""
+        self.told(candidate.name, reason + gain)
 
     def _say(self, text: str) -> None:
         ready = [candidate for candidate in self.candidates.values() if not candidate.refusal]

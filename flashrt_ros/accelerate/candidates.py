@@ -12,7 +12,7 @@ from ..engine import EngineError
 from ..ops import ShapeError
 from ..ops.cuda.errors import KernelError
 from .calls import seeded
-from .errors import AccelerateError
+from .errors import AccelerateError, first_line
 from .guards import Guard, Guarded, Tally
 from .patches import Call, Patch
 from .structure import Match, Scene, Site, Structure, Unsuitable, below
@@ -78,11 +78,6 @@ def prepare(structure: Structure, scene: Scene) -> Candidate:
         reasons = sorted(set(candidate.dropped.values()))
         candidate.refusal = f"cannot be prepared: {reasons[0]}" if reasons else "nothing in the model fits"
     return candidate
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Live:

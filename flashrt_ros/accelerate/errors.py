@@ -25,5 +25,17 @@ class Outside(Exception):  # noqa: N818
     """
 
 
+class DeviceFaultError(AccelerateError):
+    """The device reported a fault, such as an illegal memory access; the message says of which candidate.
+
+    Nothing runs on that device in this process any more, so that the search cannot go on without the candidate.
+    """
+
+
 class CaptureError(AccelerateError):
     """A call cannot become one graph; the message says which operation is in the way."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

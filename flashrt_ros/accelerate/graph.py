@@ -30,6 +30,7 @@ class CapturedCall:
 
     def __init__(self, call: Callable[..., Any], example: Example, device: torch.device) -> None:
         self._device = device
+        self._call = call  # a graph knows addresses, not tensors: what only the call holds must live as long as it
         self._inputs = cloned(example)
         args, kwargs = self._inputs
         self._windows = argument_tensors(args, kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .device import finish
 from .gates import FEWEST_ROUNDS, Gates
 
 Form = Callable[[], AbstractContextManager[object]]
@@ -123,9 +124,3 @@ def _timed(call: Callable[[], object], calls: int, device: torch.device) -> Iter
         call()
         finish(device)
         yield (time.perf_counter() - start) * 1e3
-
-
-def finish(device: torch.device) -> None:
-    """Wait until everything that was asked of `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

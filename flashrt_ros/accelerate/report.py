@@ -9,8 +9,8 @@ from typing import Any
 
 from .calls import CompleteCall
 from .candidates import Live, release
+from .device import finish
 from .guards import Stopwatch, Tally
-from .latency import finish
 from .receipt import KEPT, Receipt
 
 _CALLS = 15

@@ -18,7 +18,7 @@ _WARM_UP_RUNS = 2  # lazy library handles and autotuning happen here, before cap
 
 
 class Executable(Protocol):
-    """A captured stage."""
+    """A captured stage. It keeps its body, and with it all memory that a replay reads, for as long as it lives."""
 
     def replay(self) -> None:
         """Run it again on the same addresses."""
@@ -35,6 +35,17 @@ class RecordedCall:
         body, arena, variant = self._call
         with torch.inference_mode():
             body(arena, variant)
+
+
+class CapturedGraph:
+    """A CUDA graph of a body, and the body itself.
+
+    A graph knows addresses, not tensors: weights that only the body holds would be given back, and read all the same.
+    """
+
+    def __init__(self, graph: Executable, body: StageBody, arena: Mapping[str, torch.Tensor], variant: Variant) -> None:
+        self._read = (body, arena, variant)
+        self.replay = graph.replay  # the graph's own, as this is the hot path
 
 
 def capture(
@@ -63,7 +74,7 @@ def _capture_cuda(body: StageBody, arena: Mapping[str, torch.Tensor], variant: V
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             body(arena, variant)
-    return graph
+    return CapturedGraph(graph, body, arena, variant)
 
 
 class GraphSet:

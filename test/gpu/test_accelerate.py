@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.accelerate_models import Setting, lerobot_pi05
 from flashrt_ros.accelerate import AccelerateError, Gates, Observation, accelerate, registered, replay
 from flashrt_ros.accelerate.calls import seeded
 from flashrt_ros.accelerate.errors import CaptureError
@@ -22,6 +21,7 @@ from flashrt_ros.accelerate.structures.norms import row_layer_norm, row_rms_norm
 from flashrt_ros.policies.pi05.cuda_plan import PARTS
 from test.accelerate.models import FastScale, PlantedNorm, RowByRowNorm, bits, qwen3, traces, two_scales
 from test.gpu.fused import DEVICE, NEEDS_KERNELS, distance
+from test.gpu.short import short_pi05
 
 pytestmark = NEEDS_KERNELS
 
@@ -178,22 +178,16 @@ def test_a_language_model_is_kept_as_a_graph_at_the_default_gates() -> None:
         assert report.speedup > 1.5
 
 
-class Short(Setting):
-    """True widths and dtypes, two layers a stack."""
-
-    def pick(self, true: Any, tiny: Any) -> Any:
-        return {"vision_layers": 2, "layers": 2, "vocabulary": 1000} if true == {} else true
-
-
 def test_lerobots_pi05_runs_on_the_fused_stages() -> None:
     pytest.importorskip("lerobot", reason="LeRobot is not installed here")
-    workload = lerobot_pi05(Short(DEVICE, tiny=False))
+    workload = short_pi05(DEVICE)
     policy: Any = workload.model
     examples = workload.examples
     with accelerate(policy, examples, method=workload.method, gates=GATES, kinds=("policy",)) as report:
-        assert report.kept == ("pi05_stages",)
         verdict = next(v for v in report.receipt.candidates if v.name == "pi05_stages")
-        assert not {f"sample_actions: {part}" for part in PARTS} & set(verdict.dropped)  # which would be references
+        assert report.kept == ("pi05_stages",), verdict
+        references = {f"sample_actions: {part}" for part in PARTS} & set(verdict.dropped)
+        assert not references, verdict.dropped
         assert report.speedup > 2
         for count in (30, 70, 200):
             example = {**examples[0][1], "masks": (torch.arange(200, device=DEVICE) < count)[None]}
@@ -277,6 +271,17 @@ def test_norms_of_rows_that_are_not_dense_have_the_bits_of_dense_ones(layout: st
     assert torch.equal(row_layer_norm(spread, weight, bias, 1e-6), row_layer_norm(x, weight, bias, 1e-6))
     modulation = draw(3, 1152)
     assert torch.equal(row_rms_norm(spread, modulation, 1e-6), row_rms_norm(x, modulation, 1e-6))
+
+
+def test_rows_that_begin_anywhere_have_the_bits_of_aligned_ones() -> None:
+    x, gate_up = draw(77, 1152, dtype=torch.bfloat16), draw(33, 8192, dtype=torch.bfloat16)
+
+    def shifted(tensor: Tensor) -> Tensor:
+        return torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)
+
+    modulation = draw(3, 1152)
+    assert torch.equal(row_rms_norm(shifted(x), modulation, 1e-6), row_rms_norm(x, modulation, 1e-6))
+    assert torch.equal(row_geglu(shifted(gate_up)), row_geglu(gate_up))
 
 
 def test_geglu_as_an_operation() -> None:

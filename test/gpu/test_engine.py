@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from flashrt_ros.engine import CapsuleFolder, CapsuleStore, Session, SessionManager, StaleInputError
+from flashrt_ros.contract import Variant
+from flashrt_ros.engine import CapsuleFolder, CapsuleStore, Session, SessionManager, StageBody, StaleInputError
 from flashrt_ros.engine.copier import copy_with_torch
+from flashrt_ros.engine.graphs import capture
 from flashrt_ros.ops.region_copy import region_copy
 
 from ..contract.builders import make_contract
@@ -159,3 +162,22 @@ def test_a_block_that_is_not_aligned_is_refused() -> None:
     arena, packed = (torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (arena_bytes, packed_bytes + 1))
     with pytest.raises(KernelError, match="aligned to 16 bytes"):
         CapsuleCopy(torch.device("cuda", 0))(arena, segments)(packed[1:], True)
+
+
+def test_a_graph_keeps_the_weights_that_only_its_body_holds() -> None:
+    def adding() -> StageBody:
+        weights = torch.arange(1 << 22, dtype=torch.float32, device="cuda")  # of a size that is a block of its own
+
+        def body(buffers: Mapping[str, torch.Tensor], variant: Variant) -> None:
+            torch.add(weights, 1, out=buffers["out"])
+
+        return body
+
+    arena = {"out": torch.zeros(1 << 22, device="cuda")}
+    graph = capture(adding(), arena, Variant("only", {}), torch.device("cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(8)]
+    graph.replay()
+    assert torch.equal(arena["out"].cpu(), torch.arange(1, (1 << 22) + 1, dtype=torch.float32))
+    assert len(others) == 8

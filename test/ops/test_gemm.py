@@ -47,6 +47,9 @@ def test_wrong_arguments_are_named() -> None:
         gemm.gate_up_geglu(x, weight, out=out, behind=Behind(scale=torch.ones(4).bfloat16()))
     with pytest.raises(KernelError, match="product: 'weight' must be torch.bfloat16"):
         gemm.product(x, weight.float(), out=torch.zeros(4, 256, dtype=torch.bfloat16))
+    bias = torch.zeros(256, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(KernelError, match="product: 'bias' is on 'meta', the kernel runs on 'cpu'"):
+        gemm.product(x, weight, out=torch.zeros(4, 256, dtype=torch.bfloat16), behind=Behind(bias=bias))
     with pytest.raises(ShapeError, match="inverse_rms_rows: 'out' dimension 0 'rows' must be 4"):
         gemm.inverse_rms_rows(x, eps=1e-6, out=torch.zeros(3))
 

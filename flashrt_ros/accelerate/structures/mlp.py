@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.cuda import rows
+from ...ops.cuda.boundary import made_dense
 from ..patches import Call
 from ..structure import ModuleStructure, Observation, Unsuitable
 from .norms import needs_kernels
@@ -98,7 +99,7 @@ class GegluKernel(PackedGatedMlp):
 @torch.library.custom_op("flashrt_ros::row_geglu", mutates_args=())
 def row_geglu(gate_up: Tensor) -> Tensor:
     """gelu_tanh(gate) * up of bf16[..., 2 * hidden]."""
-    flat = gate_up.reshape(-1, gate_up.shape[-1])
+    flat = made_dense(gate_up.reshape(-1, gate_up.shape[-1]))
     out = torch.empty(flat.shape[0], flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
     rows.geglu(flat, out=out)
     return out.view(*gate_up.shape[:-1], -1)

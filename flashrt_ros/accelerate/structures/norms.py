@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.cuda import rows
+from ...ops.cuda.boundary import made_dense
 from ..patches import Call
 from ..structure import ModuleStructure, Observation, Unsuitable
 
@@ -178,7 +179,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     A vision tower whose patch embedding is transposed has no dense rows in any layer, as sums keep the strides of
     their first term. torch's own norms copy such rows too, so this costs nothing that the original does not pay.
     """
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return made_dense(x.reshape(-1, x.shape[-1]))
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,8 @@ class Pi05Call:
             stages.prompt(arena, variant)
             stages.full(arena, variant)
 
-        self._arena["tokens"].fill_(0)
+        tokens = self._arena["tokens"].fill_(ABSENT)
+        tokens[: variant.dims["prompt"]].fill_(0)  # no more than this graph has rows for
         return capture(body, self._arena, variant, self._device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import ShapeError, check
+from .boundary import demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
@@ -66,8 +67,8 @@ def inverse_rms_rows(x: Tensor, *, eps: float, out: Tensor, overlap: bool = Fals
     With `overlap`, the next launch may begin before this one ends.
     """
     check("inverse_rms_rows", x=(x, "rows width"), out=(out, "rows"))
-    _typed("inverse_rms_rows", torch.bfloat16, x=x)
-    _typed("inverse_rms_rows", torch.float32, out=out)
+    demand_dense("inverse_rms_rows", torch.bfloat16, x=x)
+    demand_dense("inverse_rms_rows", torch.float32, alignment=4, out=out)
     source = KernelSource("prefix", {"WIDTH": x.shape[1], "OVERLAP": int(overlap)})
     blocks = -(-x.shape[0] // _ROWS_PER_RMS_BLOCK)
     kernel(source, "inverse_rms_rows", x.device).launch(blocks, _RMS_THREADS, x, out, x.shape[0], eps)
@@ -203,6 +204,8 @@ def _check_types(op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind
     wanted = {"scale": (rows,), "factor": (outputs,), "bias": (outputs,), "out_scale": (1,)}
     given = {name: getattr(behind, name) for name in wanted if getattr(behind, name) is not None}
     check(op, **{name: (tensor, wanted[name]) for name, tensor in given.items()})
+    for name, tensor in {"weight": weight, "out": out, **given}.items():
+        demand_device(f"{op}: '{name}'", tensor, x.device)
     for name, tensor in given.items():
         _typed(op, torch.bfloat16 if name == "bias" else torch.float32, **{name: tensor})
     if behind.scale is not None and (behind.gelu or "factor" in given or "bias" in given):

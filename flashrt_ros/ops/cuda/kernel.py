@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .boundary import demand_device
 from .compiler import KernelSource, compiled
 from .errors import KernelError
 
@@ -97,11 +98,16 @@ class Kernel:
             cluster=cluster,
             programmatic_stream_serialization=overlap,
         )
-        launch(_current_stream(self.device), config, self._kernel, *(_converted(a) for a in arguments))
+        values = [
+            converted(argument, f"{self.name}: argument {i}", self.device) for i, argument in enumerate(arguments)
+        ]
+        launch(_current_stream(self.device), config, self._kernel, *values)
 
 
-def _converted(argument: Argument) -> Any:
+def converted(argument: Argument, what: str, device: torch.device) -> Any:
+    """An argument as the driver takes it; KernelError, calling it `what`, for a tensor that is not on `device`."""
     if isinstance(argument, Tensor):
+        demand_device(what, argument, device)
         return argument.data_ptr()
     if argument is None:
         return 0

@@ -1,7 +1,8 @@
 """Launchers of the kernels that work on rows: pixels, norms, rotary embedding, GeGLU, quantisation and its inverse.
 
 Every function computes what the reference of the same name in `flashrt_ros.ops` defines, for bfloat16 on a GPU, except
-where its docstring adds something. `overlap` launches with programmatic overlap and changes no bit.
+where its docstring adds something. Rows lie one behind the other in memory; other layouts and types are a KernelError.
+`overlap` launches with programmatic overlap and changes no bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import ShapeError, check
+from .boundary import demand_dense
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import kernel
@@ -50,7 +52,9 @@ def pixels_to_patches(pixels: Tensor, pixel_format: Tensor, *, patch: int, out: 
         raise ShapeError(
             f"pixels_to_patches: 'out' must be [a square number, at least {3 * patch * patch}], got {list(out.shape)}"
         )
-    _bfloat16("pixels_to_patches", out=out)
+    demand_dense("pixels_to_patches", torch.uint8, alignment=1, pixels=pixels)
+    demand_dense("pixels_to_patches", torch.int32, alignment=4, pixel_format=pixel_format)
+    demand_dense("pixels_to_patches", torch.bfloat16, out=out)
     source = _source("pixels", overlap, GRID=grid, PATCH=patch, LEADING=out.shape[1])
     kernel(source, "pixels_to_patches", out.device).launch(
         out.shape[0], _THREADS, pixels, pixel_format, out, pixels.numel(), overlap=overlap
@@ -68,7 +72,7 @@ def layer_norm(
         quantiser: `out` is codes (float8_e4m3fn) of what it would have been; None for bf16.
     """
     check("layer_norm", x=(x, "rows width"), weight=(weight, "width"), bias=(bias, "width"), out=(out, "rows width"))
-    _bfloat16("layer_norm", x=x, weight=weight, bias=bias)
+    demand_dense("layer_norm", torch.bfloat16, x=x, weight=weight, bias=bias)
     _norm("layer_norm", x, (weight, bias), branch, out, quantiser, eps, overlap)
 
 
@@ -78,18 +82,18 @@ def residual_rms_norm(
 ) -> None:  # fmt: skip
     """See the reference; `branch` and `quantiser` as in `layer_norm`."""
     check("residual_rms_norm", residual=(residual, "rows width"), out=(out, "rows width"))
-    _bfloat16("residual_rms_norm", residual=residual)
+    demand_dense("residual_rms_norm", torch.bfloat16, residual=residual)
     _norm("residual_rms_norm", residual, (), branch, out, quantiser, eps, overlap)
 
 
 def quantise(x: Tensor, quantiser: Quantiser, *, out: Tensor, overlap: bool = False) -> None:
     """out = codes (float8_e4m3fn) of x bf16[rows, width], both contiguous; `quantiser` has no multiplier."""
     check("quantise", x=(x, "rows width"), out=(out, "rows width"), scale=(quantiser.scale, "1"))
-    _bfloat16("quantise", x=x)
     if quantiser.multiplier is not None:
         raise KernelError("quantise: a multiplier is for what a norm gives")
-    if out.dtype != CODES or not (x.is_contiguous() and out.is_contiguous()):
-        raise KernelError(f"quantise: 'out' must be {CODES}, 'x' and 'out' contiguous, got {out.dtype}")
+    demand_dense("quantise", torch.bfloat16, x=x)
+    demand_dense("quantise", torch.float32, alignment=4, scale=quantiser.scale)
+    demand_dense("quantise", CODES, out=out)
     if x.numel() % _QUANTISED_VALUES:
         raise ShapeError(f"quantise: 'x' must have a multiple of {_QUANTISED_VALUES} values, got {x.numel()}")
     groups = x.numel() // _QUANTISED_VALUES
@@ -109,7 +113,7 @@ def decode_nvfp4(codes: Tensor, scales: Tensor, *, out: Tensor) -> None:
     rows, blocks = scales.shape
     check("decode_nvfp4", scales=(scales, (rows, blocks)), codes=(codes, (rows, blocks * _BLOCK // 2)),
           out=(out, (rows, blocks * _BLOCK)))  # fmt: skip
-    _bfloat16("decode_nvfp4", out=out)
+    demand_dense("decode_nvfp4", torch.bfloat16, out=out)
     if not (codes.dtype == scales.dtype == torch.uint8 and all(t.is_contiguous() for t in (codes, scales, out))):
         raise KernelError(f"decode_nvfp4: 'codes' and 'scales' must be uint8, all contiguous, got {codes.dtype}")
     kernel(_source("quantise", False), "decode_nvfp4", out.device).launch(
@@ -124,7 +128,16 @@ def gated_residual_ada_rms_norm(
     """See the reference."""
     op = "gated_residual_ada_rms_norm"
     check(op, residual=(residual, "rows width"), modulation=(modulation, "3 width"), out=(out, "rows width"))
-    _bfloat16(op, residual=residual, out=out)
+    demand_dense(op, torch.bfloat16, residual=residual, out=out)
+    demand_dense(op, torch.float32, alignment=4, modulation=modulation)
+    if (branch is None) != (gate is None):
+        raise KernelError(
+            f"{op}: 'branch' and 'gate' come together, got only '{'gate' if branch is None else 'branch'}'"
+        )
+    if branch is not None and gate is not None:
+        check(op, residual=(residual, "rows width"), branch=(branch, "rows width"), gate=(gate, "width"))
+        demand_dense(op, torch.bfloat16, branch=branch)
+        demand_dense(op, torch.float32, alignment=4, gate=gate)
     _launch_norm(op, residual, overlap, 0, residual, branch, gate, modulation, out, residual.shape[0], eps)
 
 
@@ -148,7 +161,10 @@ def split_rope_write(
     )
     if queries not in (0, 8):
         raise ShapeError(f"split_rope_write: 'query' must have 8 heads, got {queries}")
-    _bfloat16("split_rope_write", qkv=qkv, rope=rope, key=key, value=value)
+    demand_dense("split_rope_write", torch.bfloat16, qkv=qkv, rope=rope, key=key, value=value)
+    _demand_residual("split_rope_write", residual, rows)
+    if query is not None:
+        _demand_heads("split_rope_write", query, rows)
     source = _source("prefix", overlap, WIDTH=width, HEADS=8, HEAD_DIM=256, WITH_QUERY=int(query is not None))
     kernel(source, "split_rope_write", qkv.device).launch(
         rows, _THREADS, residual, qkv, rope, query, key, value, 0 if query is None else query.stride(0), eps,
@@ -162,7 +178,8 @@ def geglu(
     """See the reference. `residual` and `eps` as in `split_rope_write`."""
     rows, hidden = out.shape
     check("geglu", gate_up=(gate_up, ("rows", 2 * hidden)), out=(out, "rows hidden"))
-    _bfloat16("geglu", gate_up=gate_up, out=out)
+    demand_dense("geglu", torch.bfloat16, gate_up=gate_up, out=out)
+    _demand_residual("geglu", residual, rows)
     if hidden % _GEGLU_SLICE:
         raise ShapeError(f"geglu: 'out' dimension 1 must be a multiple of {_GEGLU_SLICE}, got {hidden}")
     source = _source("prefix", overlap, WIDTH=_width(residual), HIDDEN=hidden)
@@ -178,13 +195,15 @@ def _norm(
     """A norm in front of which a branch may be added, and behind which may be quantised."""
     count, width = rows.shape
     parts, part_rows = _parts(function, branch, count, width)
-    wanted = torch.bfloat16 if quantiser is None else CODES
-    if out.dtype != wanted or not out.is_contiguous():
-        raise KernelError(f"{function}: 'out' must be {wanted} with contiguous rows, got {out.dtype}")
+    demand_dense(function, torch.bfloat16 if quantiser is None else CODES, out=out)
     scale = multiplier = None
     if quantiser is not None:
         scale, multiplier = quantiser.scale, quantiser.multiplier
-        check(function, scale=(scale, "1"), **({} if multiplier is None else {"multiplier": (multiplier, (width,))}))
+        check(function, scale=(scale, "1"))
+        demand_dense(function, torch.float32, alignment=4, scale=scale)
+    if multiplier is not None:
+        check(function, multiplier=(multiplier, (width,)))
+        demand_dense(function, torch.float32, multiplier=multiplier)
     _launch_norm(
         function, rows, overlap, int(quantiser is not None), rows, branch, *table, out, scale, multiplier, count,
         parts, part_rows, eps,
@@ -195,14 +214,14 @@ def _parts(function: str, branch: Tensor | None, rows: int, width: int) -> tuple
     """How many parts a branch has, and how many rows each."""
     if branch is None:
         return 0, 0
-    _bfloat16(function, branch=branch)
+    demand_dense(function, torch.bfloat16, branch=branch)
     if branch.ndim == 2:
         check(function, branch=(branch, (rows, width)))
         return 1, rows
     parts, part_rows = branch.shape[0], branch.shape[1]
     check(function, branch=(branch, (parts, part_rows, width)))
-    if part_rows < rows or not branch.is_contiguous():
-        raise ShapeError(f"{function}: 'branch' must be contiguous with {rows} rows a part, got {list(branch.shape)}")
+    if part_rows < rows:
+        raise ShapeError(f"{function}: 'branch' must have at least {rows} rows a part, got {list(branch.shape)}")
     return parts, part_rows
 
 
@@ -225,9 +244,18 @@ def _width(residual: Tensor | None) -> int:
     return 2048 if residual is None else residual.shape[1]
 
 
-def _bfloat16(op: str, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.bfloat16 or tensor.stride(-1) != 1:
-            raise KernelError(
-                f"{op}: '{name}' must be bfloat16 with contiguous rows, got {tensor.dtype}, strides {tensor.stride()}"
-            )
+def _demand_residual(op: str, residual: Tensor | None, rows: int) -> None:
+    """The residual in front of a product, if the norm of its rows is applied behind it."""
+    if residual is not None:
+        check(op, residual=(residual, (rows, "width")))
+        demand_dense(op, torch.bfloat16, residual=residual)
+
+
+def _demand_heads(op: str, query: Tensor, rows: int) -> None:
+    """The heads of one row lie one behind the other; rows may be further apart, as in a wider product."""
+    check(op, query=(query, (rows, 8, 256)))
+    demand_dense(op, torch.bfloat16, query=query[:1])
+    if query.stride(0) % 8 or (rows > 1 and query.stride(0) < 8 * 256):
+        raise KernelError(
+            f"{op}: 'query' must have rows at least 2048 values apart, by multiples of 8, got {query.stride(0)}"
+        )
