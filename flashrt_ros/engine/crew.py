@@ -28,6 +28,8 @@ class SharedWork:
         self._outcomes: list[bytes | Exception] = [b""] * len(calls)
         self._done = count(1)  # safe to advance by any thread
         self._all_done = threading.Event()
+        if not calls:
+            self._all_done.set()
         crew = _crew()
         for _ in range(min(len(calls) - 1, crew.size)):
             crew.call(self._help)

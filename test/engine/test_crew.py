@@ -33,6 +33,13 @@ def test_every_call_is_made_once() -> None:
         assert sorted(made) == list(range(30))
 
 
+def test_no_calls_are_done_at_once() -> None:
+    work = SharedWork([])
+    assert not work.do_last()
+    assert work.finish() == []
+    work.abandon()
+
+
 def test_one_call_is_made_by_the_thread_that_asks() -> None:
     seen: list[int] = []
 
