@@ -14,22 +14,24 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
-Call = Callable[[], bytes]
+Result = TypeVar("Result")
 
 _MOST_THREADS = 16
 
 
-class SharedWork:
+class SharedWork(Generic[Result]):
     """Calls that several threads make side by side: helpers from the first to the last, this one from the last on."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[Callable[[], Result]]) -> None:
         self._left = deque(enumerate(calls))  # safe to take from at both ends by any thread
-        self._outcomes: list[bytes | Exception] = [b""] * len(calls)
-        self._done = count(1)  # safe to advance by any thread
+        self._count_of_calls = len(calls)
+        self._results: dict[int, Result] = {}
+        self._errors: dict[int, Exception] = {}
+        self._done = count()  # safe to advance by any thread
         self._all_done = threading.Event()
-        if not calls:
-            self._all_done.set()
+        self._count()  # none is done yet, which may be all
         crew = _crew()
         for _ in range(min(len(calls) - 1, crew.size)):
             crew.call(self._help)
@@ -38,12 +40,14 @@ class SharedWork:
         """Make the last call that nobody has begun; False if there is none."""
         return self._do(self._left.pop)
 
-    def finish(self) -> list[bytes]:
+    def finish(self) -> list[Result]:
         """The results in order, when all calls are made; raises what one of them raised."""
         while self.do_last():
             pass
         self._all_done.wait()
-        return [_result(outcome) for outcome in self._outcomes]
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return [self._results[index] for index in range(self._count_of_calls)]
 
     def abandon(self) -> None:
         """Return when nobody makes a call any more, nor will."""
@@ -57,28 +61,22 @@ class SharedWork:
         while self._do(self._left.popleft):
             pass
 
-    def _do(self, take: Callable[[], tuple[int, Call]]) -> bool:
+    def _do(self, take: Callable[[], tuple[int, Callable[[], Result]]]) -> bool:
         try:
             index, call = take()
         except IndexError:
             return False
         try:
-            self._outcomes[index] = call()
+            self._results[index] = call()
         except Exception as error:
-            self._outcomes[index] = error
+            self._errors[index] = error
         finally:
             self._count()
         return True
 
     def _count(self) -> None:
-        if next(self._done) == len(self._outcomes):
+        if next(self._done) == self._count_of_calls:
             self._all_done.set()
-
-
-def _result(outcome: bytes | Exception) -> bytes:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 class _Crew:

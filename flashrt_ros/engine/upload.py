@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .crew import Call, SharedWork
+from .crew import SharedWork
 
 _BLOCK = 32 << 20  # bytes of pinned memory that are filled while as many are sent
 _PIECE = 4 << 20  # bytes of a block that one thread fills at a time
@@ -57,11 +57,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def fill(block: Bytes, source: Bytes, piece: int = _PIECE) -> None:
     """Copy `source` to the beginning of `block`, by several threads."""
-    starts = range(0, len(source), piece)
-    calls: list[Call] = [partial(_copy, block[start:], source[start : start + piece]) for start in starts]
-    SharedWork(calls).finish()
-
-
-def _copy(target: Bytes, source: Bytes) -> bytes:
-    np.copyto(target[: len(source)], source)  # leaves the interpreter to others meanwhile
-    return b""
+    ends = pairwise([*range(0, len(source), piece), len(source)])
+    # A copy leaves the interpreter to others meanwhile.
+    SharedWork([partial(np.copyto, block[start:end], source[start:end]) for start, end in ends]).finish()

@@ -114,6 +114,13 @@ def qwen3(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, list[dic
     return model, [{"input_ids": text, "use_cache": False, "logits_to_keep": 1} for text in texts]
 
 
+def with_padding(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The examples with masks of padding, of which the second one's has a gap."""
+    padded = [{**text, "attention_mask": torch.ones_like(text["input_ids"])} for text in texts]
+    padded[1]["attention_mask"][0, :3] = 0
+    return padded
+
+
 def examples(count: int = 3, rows: int = ROWS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(1, rows, WIDTH, generator=generator) for _ in range(count)]

@@ -14,7 +14,7 @@ from flashrt_ros.accelerate.constants import record
 from flashrt_ros.accelerate.errors import CaptureError
 from flashrt_ros.accelerate.graph import CapturedCall
 from flashrt_ros.accelerate.path import told
-from test.accelerate.models import qwen3
+from test.accelerate.models import qwen3, with_padding
 
 CPU = torch.device("cpu")
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -138,8 +138,7 @@ def test_transformers_leave_the_causal_mask_to_the_kernel_in_a_graph_too() -> No
 def test_transformers_padding_which_is_data_takes_the_path_for_graphs() -> None:
     pytest.importorskip("transformers", reason="transformers are not installed here")
     model, examples = qwen3(CPU, torch.float32)
-    padded = [{**example, "attention_mask": torch.ones_like(example["input_ids"])} for example in examples]
-    padded[1]["attention_mask"][0, :3] = 0
+    padded = with_padding(examples)
     captured = CapturedCall(model, ((), padded[0]), CPU)
     assert captured._recording.capturing
     for example in padded:

@@ -34,7 +34,7 @@ def test_every_call_is_made_once() -> None:
 
 
 def test_no_calls_are_done_at_once() -> None:
-    work = SharedWork([])
+    work: SharedWork[bytes] = SharedWork([])
     assert not work.do_last()
     assert work.finish() == []
     work.abandon()

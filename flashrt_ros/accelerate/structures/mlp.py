@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.cuda import rows
-from ...ops.cuda.boundary import made_dense
 from ..patches import Call
 from ..structure import ModuleStructure, Observation, Unsuitable
-from .norms import needs_kernels
+from .norms import dense_rows, needs_kernels
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -99,7 +98,7 @@ class GegluKernel(PackedGatedMlp):
 @torch.library.custom_op("flashrt_ros::row_geglu", mutates_args=())
 def row_geglu(gate_up: Tensor) -> Tensor:
     """gelu_tanh(gate) * up of bf16[..., 2 * hidden]."""
-    flat = made_dense(gate_up.reshape(-1, gate_up.shape[-1]))
+    flat = dense_rows(gate_up)
     out = torch.empty(flat.shape[0], flat.shape[1] // 2, dtype=flat.dtype, device=flat.device)
     rows.geglu(flat, out=out)
     return out.view(*gate_up.shape[:-1], -1)

@@ -158,7 +158,7 @@ def needs_kernels(device: torch.device) -> str:
 @torch.library.custom_op("flashrt_ros::row_layer_norm", mutates_args=())
 def row_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm of bf16[..., width]; weight and bias bf16[width]."""
-    flat = _dense_rows(x)
+    flat = dense_rows(x)
     out = torch.empty_like(flat)
     rows.layer_norm(flat, weight, bias, eps=eps, out=out)
     return out.view(x.shape)
@@ -167,14 +167,14 @@ def row_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tenso
 @torch.library.custom_op("flashrt_ros::row_rms_norm", mutates_args=())
 def row_rms_norm(x: Tensor, modulation: Tensor, eps: float) -> Tensor:
     """x / rms(x) * (1 + scale) + shift of bf16[..., width]; modulation float32[3, width] = scale, shift, unused."""
-    flat = _dense_rows(x)
+    flat = dense_rows(x)
     out = torch.empty_like(flat)
     rows.gated_residual_ada_rms_norm(flat, None, None, modulation, eps=eps, out=out)
     return out.view(x.shape)
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """[rows, width], one behind the other in memory, where the kernels read them; a copy if they were not.
+def dense_rows(x: Tensor) -> Tensor:
+    """`x` as [rows, width], one behind the other in memory, where the kernels read them; a copy if they were not.
 
     A vision tower whose patch embedding is transposed has no dense rows in any layer, as sums keep the strides of
     their first term. torch's own norms copy such rows too, so this costs nothing that the original does not pay.

@@ -114,8 +114,8 @@ def decode_nvfp4(codes: Tensor, scales: Tensor, *, out: Tensor) -> None:
     check("decode_nvfp4", scales=(scales, (rows, blocks)), codes=(codes, (rows, blocks * _BLOCK // 2)),
           out=(out, (rows, blocks * _BLOCK)))  # fmt: skip
     demand_dense("decode_nvfp4", torch.bfloat16, out=out)
-    if not (codes.dtype == scales.dtype == torch.uint8 and all(t.is_contiguous() for t in (codes, scales, out))):
-        raise KernelError(f"decode_nvfp4: 'codes' and 'scales' must be uint8, all contiguous, got {codes.dtype}")
+    demand_dense("decode_nvfp4", torch.uint8, alignment=_BLOCK // 2, codes=codes)
+    demand_dense("decode_nvfp4", torch.uint8, alignment=1, scales=scales)
     kernel(_source("quantise", False), "decode_nvfp4", out.device).launch(
         -(-rows * blocks // _QUANTISE_THREADS), _QUANTISE_THREADS, codes, scales, out, rows * blocks
     )
