@@ -11,6 +11,7 @@ from statistics import median_high
 import torch
 from torch import Tensor
 
+from flashrt_ros.engine import recording_into
 from flashrt_ros.engine.devices import cuda_facts, unusable
 from flashrt_ros.ops.cuda.compiler import KernelSource, full_text
 
@@ -49,7 +50,7 @@ def graph_of(body: Callable[[int], object], count: int) -> Callable[[], None]:
     body(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording_into(graph):
         for index in range(count):
             body(index)
     return graph.replay

@@ -170,6 +170,7 @@ def call_of(expert: Expert, weights: ExpertWeights, launches: str) -> tuple[Call
     """A call that computes the actions, and the tensor that it writes them to."""
     rows, prefix, device = len(expert.noise), expert.key.shape[1], expert.noise.device
     kernel = ExpertKernel(weights, rows, len(expert.modulation), capacity=prefix, persistent=launches == ONE)
+    kernel.prepare(expert.modulation)
     scratch = ExpertScratch.allocate(rows, device)
     valid = torch.tensor([prefix], dtype=torch.int32, device=device)
     actions = torch.full_like(expert.noise, float("nan"))

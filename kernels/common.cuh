@@ -147,6 +147,13 @@ __device__ __forceinline__ uint2 load_two_matrices(u32 shared) {
   return v;
 }
 
+// The transpose of an 8x8 matrix of bfloat16 that lies in a warp's registers, a row in four lanes.
+__device__ __forceinline__ u32 transposed_matrix(u32 word) {
+  u32 result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+  return result;
+}
+
 // Four transposed 8x8 matrices of bfloat16 from shared memory.
 __device__ __forceinline__ uint4 load_matrices_transposed(u32 shared) {
   uint4 v;

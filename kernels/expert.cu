@@ -22,88 +22,6 @@
 #include "expert_plan.cuh"
 #include "expert_products.cuh"
 
-// -- ends of a step --------------------------------------------------------------------------------------------------------
-
-// x = actions @ enter_weight + enter_bias, in float.
-__device__ __forceinline__ void enter(Consumer& c, const Position& at) {
-  constexpr int kPieces = kActions / 4;
-  const int column = c.owned_column(), row = c.owned_row();
-  c.fetch_norm(at.step, 0);
-  c.begin();
-  c.phase_barrier();
-  if (column >= 0) {
-    const float* actions = (at.step == 0 ? c.plan.noise : c.step_actions((at.step - 1) & 1)) + row * kActions;
-    uint4 v[kPieces];
-    if (at.step == 0) {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) v[i] = load16(actions + i * 4);
-    } else {
-      poll(v, [&](int i) { return actions + i * 4; });
-    }
-    c.residual = *reinterpret_cast<const float2*>(c.plan.enter_bias + column);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 w = *reinterpret_cast<const float2*>(c.plan.enter_weight + (i * 4 + j) * kWidth + column);
-        c.residual.x = fmaf(__uint_as_float(words[j]), w.x, c.residual.x);
-        c.residual.y = fmaf(__uint_as_float(words[j]), w.y, c.residual.y);
-      }
-    }
-    publish_residual(c, at, column);
-  }
-  c.end();
-}
-
-// norm(x) @ leave_weight for one row and action, by one warp.
-__device__ __forceinline__ float velocity(const Consumer& c, const Position& at, int row, int action) {
-  constexpr int kPieces = kWidth / (kWarpSize * 4);
-  const float* scale = c.modulation(at.step, 2 * LAYERS) + c.lane * 4;
-  const float* weight = c.plan.leave_weight + action * kWidth + c.lane * 4;
-  const float* rows = c.residual_rows(c.residual_copy(at)) + row * kWidth + c.lane * 4;
-  uint4 v[kPieces];
-  poll(v, [&](int i) { return rows + i * kWarpSize * 4; });
-  float squares = 0.0f, sum = 0.0f, shifted = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int offset = i * kWarpSize * 4;
-    const float4 s = load_float4(scale + offset), t = load_float4(scale + kWidth + offset),
-                 w = load_float4(weight + offset);
-    const float x[4] = {__uint_as_float(v[i].x), __uint_as_float(v[i].y), __uint_as_float(v[i].z),
-                        __uint_as_float(v[i].w)};
-    const float scales[4] = {s.x, s.y, s.z, s.w}, shifts[4] = {t.x, t.y, t.z, t.w}, weights[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      squares = fmaf(x[j], x[j], squares);
-      sum = fmaf(x[j] * (1.0f + scales[j]), weights[j], sum);
-      shifted = fmaf(shifts[j], weights[j], shifted);
-    }
-  }
-  return fmaf(warp_sum(sum), rsqrtf(warp_sum(squares) / kWidth + kEps), warp_sum(shifted));
-}
-
-// actions += norm(x) @ leave_weight + leave_bias, one warp an output value.
-__device__ __forceinline__ void leave(Consumer& c, const Position& at) {
-  c.begin();
-  c.phase_barrier();
-#pragma unroll 1
-  for (int item = c.warp * kBlocks + blockIdx.x; item < ROWS * kActions; item += kBlocks * kWarps) {
-    const int row = item / kActions, action = item % kActions;
-    const float change = velocity(c, at, row, action) + c.plan.leave_bias[action];
-    if (c.lane > 0) continue;
-    float *now = c.step_actions(at.step & 1) + item, *other = c.step_actions(at.step & 1 ^ 1) + item;
-    const float sum = (at.step == 0 ? c.plan.noise[item] : __ldcg(other)) + change;
-    if (at.step + 1 == c.plan.steps) {
-      c.plan.actions[item] = sum;
-    } else {
-      store_relaxed(now, __float_as_uint(sum));
-    }
-    store_relaxed(other, kUnwritten);
-  }
-  c.end();
-}
-
 // -- phases of a layer -----------------------------------------------------------------------------------------------------
 
 constexpr int kTilesPerHead = kHeadDim / kTile;
@@ -113,21 +31,20 @@ struct Turn {
 };
 
 // Cosine and sine for one pair of a projection tile (values do not use them).
-__device__ __forceinline__ Turn turn_of(const Consumer& c, int tile, int row, int pair) {
-  const bf16* from = c.plan.rope + row * kHeadDim + tile % kTilesPerHead * 4 + pair;
+__device__ __forceinline__ Turn turn_of(const Consumer& c, int tile, int row) {
+  const bf16* from = c.plan.rope + min(row, ROWS - 1) * kHeadDim + tile % kTilesPerHead * 4 + c.quad;
   return {to_float(from[0]), to_float(from[kHeadDim / 2])};
 }
 
 // The rotated pair (or two value columns) of one row of a projection tile. The lanes of two neighbouring pairs trade, so
 // that each writes whole words; all lanes of the warp must come here.
-__device__ __forceinline__ void store_projection(const Consumer& c, int copy, int tile, int row, int pair, float2 v,
-                                                 Turn turn, bool active) {
-  const int head = tile / kTilesPerHead, local = tile % kTilesPerHead;
+__device__ __forceinline__ void store_projection(const Consumer& c, int copy, int tile, int row, float2 v, Turn turn) {
+  const int head = tile / kTilesPerHead, local = tile % kTilesPerHead, pair = c.quad;
   // Written out, since a compiler may fuse either product, and another grid must give the same bits.
   const float first = fmaf(v.x, turn.cosine, -(v.y * turn.sine)), second = fmaf(v.y, turn.cosine, v.x * turn.sine);
   const bool low = pair % 2 == 0;
   const float traded = __shfl_xor_sync(kAllLanes, low ? second : first, 1);
-  if (!active) return;
+  if (row >= ROWS) return;
   int offset = row * kHeadDim + local * kTile + pair * 2, base = kValue, width = kHeadDim;
   u32 word = pack_bf16(v.x, v.y);
   if (head <= kHeads) {
@@ -145,66 +62,120 @@ __device__ __forceinline__ void store_projection(const Consumer& c, int copy, in
 
 // query, key, value = rope(norm(x) @ project).
 __device__ __forceinline__ void project(Consumer& c, const Position& at) {
-  const int copy = c.layer_copy(at), first = Project::first(c.cluster) + c.rank;
-  // The table entries for the first result of this thread are fetched before the wait.
-  const Turn early = turn_of(c, first + c.thread / (ROWS * 4) * kRanks, c.thread / 4 % ROWS, c.thread % 4);
-  multiply_normalised<Project>(c, at, 2 * at.layer, [&](const Arrived& r) {
-    // Whole warps stay away: there is much to fetch and issue.
-    for (int start = 0; start + c.warp * kWarpSize < r.slots * ROWS * 4; start += kConsumers) {
-      const int i = start + c.thread, last = r.slots - 1, slot = min(i / (ROWS * 4), last), row = i / 4 % ROWS,
-                pair = i % 4, tile = first + slot * kRanks;
-      const Turn turn = start == 0 ? early : turn_of(c, tile, row, pair);
-      const float2 v = r.value(slot, row, pair, r.inverse_rms(row));
-      store_projection(c, copy, tile, row, pair, v, turn, i < r.slots * ROWS * 4);
-    }
+  const int copy = c.layer_copy(at), first = c.first<Project>() + c.rank;
+  const auto tile_of = [&](int slot) { return min(first + slot * kRanks, Project::kTiles - 1); };
+  // What the tables say of this warp's first tile is fetched before the wait.
+  const int early_tile = tile_of(c.warp / kRowBlocks), early_row = c.warp % kRowBlocks * 8 + c.row;
+  const Turn early = turn_of(c, early_tile, early_row);
+  const float2 early_shift = shift_of<Project>(c, at, c.plan.project_shift, early_tile);
+  multiply_normalised<Project>(c, at, [&](const Arrived& arrived, int slot, int row) {
+    const int tile = tile_of(slot);
+    const bool is_early = tile == early_tile && row == early_row;
+    const Turn turn = is_early ? early : turn_of(c, tile, row);
+    const float2 shift = is_early ? early_shift : shift_of<Project>(c, at, c.plan.project_shift, tile);
+    const int existing = min(row, ROWS - 1);
+    const float2 v = arrived.value(c, slot, existing, arrived.inverse_rms(existing), shift);
+    store_projection(c, copy, tile, row, v, turn);
   });
 }
 
-// x += gate * (attended @ output).
+// Parts of attended @ output.
 __device__ __forceinline__ void output(Consumer& c, const Position& at) {
   c.fetch_norm(at.step, 2 * at.layer + 1);
-  const Addition addition(c, c.modulation(at.step, 2 * at.layer) + 2 * kWidth);
-  const Place place = c.place(at);
-  expect_sums(c, place);
-  c.begin();
-  c.block_barrier();  // nobody reads the operands of the phase before
-  load_rows<1>(c, c.rows(kAttended, kInner, c.layer_copy(at)) + c.rank * Output::kSlice, kInner);
-  c.phase_barrier();
-  multiply_tiles<Output, ROWS, false>(c, place);
-  c.stages += Output::stages(c.cluster);
-  add_to_residual(c, at, place, addition);
+  multiply_added<Output>(c, at, kAttended);
 }
 
 // hidden = gelu(norm(x) @ gate) * (norm(x) @ up).
 __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
-  const int copy = c.layer_copy(at);
-  multiply_normalised<GateUp>(c, at, 2 * at.layer + 1, [&](const Arrived& r) {
-    for (int i = c.thread; i < r.slots / 2 * ROWS * 4; i += kConsumers) {
-      const int unit = i / (ROWS * 4), row = i / 4 % ROWS, pair = i % 4;
-      const float inverse = r.inverse_rms(row);
-      const float2 gate = r.value(2 * unit, row, pair, inverse), up = r.value(2 * unit + 1, row, pair, inverse);
-      const int tile = GateUp::first(c.cluster) / 2 + unit * kRanks + c.rank;
-      const int offset = row * kHidden + tile * kTile + pair * 2;
-      exchange(c.rows(kHiddenWords, kHidden, copy) + offset, c.rows(kHiddenWords, kHidden, copy ^ 1) + offset,
-               pack_bf16(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y));
-    }
+  const int copy = c.layer_copy(at), first = c.first<GateUp>() / 2 + c.rank;
+  const auto unit_of = [&](int unit) { return min(first + unit * kRanks, GateUp::kTiles / 2 - 1); };
+  const int early_unit = unit_of(c.warp / kRowBlocks);
+  const float2 early_gate = shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * early_unit),
+               early_up = shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * early_unit + 1);
+  multiply_normalised<GateUp>(c, at, [&](const Arrived& arrived, int slot, int row) {
+    if (row >= ROWS) return;
+    const int unit = unit_of(slot);
+    const bool is_early = unit == early_unit;
+    const float2 gate_shift = is_early ? early_gate : shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * unit),
+                 up_shift = is_early ? early_up : shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * unit + 1);
+    const float inverse = arrived.inverse_rms(row);
+    const float2 gate = arrived.value(c, 2 * slot, row, inverse, gate_shift),
+                 up = arrived.value(c, 2 * slot + 1, row, inverse, up_shift);
+    const int offset = row * kHidden + unit * kTile + c.quad * 2;
+    exchange(c.rows(kHiddenWords, kHidden, copy) + offset, c.rows(kHiddenWords, kHidden, copy ^ 1) + offset,
+             pack_bf16(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y));
   });
+  if (!kResident || at.layer + 1 < LAYERS) c.free_values();
+  c.resets_done();
 }
 
-// x += gate * (hidden @ down).
+// Parts of hidden @ down.
 __device__ __forceinline__ void down(Consumer& c, const Position& at) {
-  if (at.layer + 1 < LAYERS) c.fetch_norm(at.step, 2 * at.layer + 2);
-  const Addition addition(c, c.modulation(at.step, 2 * at.layer + 1) + 2 * kWidth);
-  const Place place = c.place(at);
-  expect_sums(c, place);
-  c.begin();
-  c.block_barrier();  // nobody reads the operands of the phase before
-  load_rows<2>(c, c.rows(kHiddenWords, kHidden, c.layer_copy(at)) + c.rank * Down::kSlice, kHidden);
-  c.phase_barrier();
-  multiply_tiles<Down, ROWS, false>(c, place);
-  c.stages += Down::stages(c.cluster);
-  add_to_residual(c, at, place, addition);
+  c.fetch_norm(at.step, 2 * at.layer + 2);
+  multiply_added<Down>(c, at, kHiddenWords);
 }
+
+// -- where a step ends -------------------------------------------------------------------------------------------------------
+
+// This block's part of (x * (1 + scale)) @ leave_weight for this warp's rows, to all blocks of the cluster:
+// parts[rank][row][action].
+__device__ __forceinline__ void send_velocity(const Consumer& c, const float* parts, u64* barrier) {
+  const float* weight = c.plan.leave_weight + c.rank * Project::kSlice * kActions + c.lane;
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int row = c.row_of_warp(i);
+    if (row >= ROWS) break;
+    float* inputs = reinterpret_cast<float*>(c.shared.operands) + row * Project::kSlice;
+    *reinterpret_cast<float4*>(inputs + c.lane * 4) = scaled(c, c.residual[i]);
+    __syncwarp();
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int column = 0; column < Project::kSlice; column += 4) {
+      const float4 x = load_float4(inputs + column);
+      const float* w = weight + column * kActions;
+      sum = fmaf(x.x, w[0], sum);
+      sum = fmaf(x.y, w[kActions], sum);
+      sum = fmaf(x.z, w[2 * kActions], sum);
+      sum = fmaf(x.w, w[3 * kActions], sum);
+    }
+    const u32 to = shared_address(parts + (c.rank * ROWS + row) * kActions + c.lane);
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) send(remote(to, r), sum, remote(shared_address(barrier), r));
+  }
+}
+
+// actions += norm(x) @ leave_weight + leave_bias, in every block.
+__device__ __forceinline__ void leave(Consumer& c, const Position& at) {
+  const Place place = c.place(at);
+  const float* parts = place.parts + kSquares;
+  u64* barrier = c.shared.parts + place.barrier;
+  c.expect(place, kLeaveFloats * 4);
+  update_residual(c, at);
+  if (!kResident) recall_actions(c, at);
+  send_velocity(c, parts, barrier);
+  send_squares(c, place.parts, barrier);
+  c.await(place);
+  const Arrived arrived{parts, place.parts};
+  const bool writes = blockIdx.x == 0 && (!kResident || at.step + 1 == c.plan.steps);
+  const float bias = c.plan.leave_bias[at.step * kActions + c.lane];
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int row = c.row_of_warp(i);
+    if (row >= ROWS) break;
+    float sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) sum += parts[(r * ROWS + row) * kActions + c.lane];
+    const float action = *c.action(row) + fmaf(sum, arrived.inverse_rms(row), bias);
+    *c.action(row) = action;
+    if (writes) c.plan.actions[row * kActions + c.lane] = action;
+  }
+  __syncwarp();
+  if (!kResident) return;
+  c.free_values();
+  if (at.step + 1 < c.plan.steps) c.fetch_norm(at.step + 1, 0);
+}
+
+// -- all phases --------------------------------------------------------------------------------------------------------------
 
 // Runs one phase. Who a thread is, is read anew each time (see Consumer::identify), and where it is, is hidden from the
 // compiler, which would carry an address for every table through the loops.
@@ -218,7 +189,6 @@ __device__ __forceinline__ void run(Consumer& c, int step, int layer, Phase phas
 __device__ __forceinline__ void run_all(Consumer& c) {
 #pragma unroll 1
   for (int step = 0; step < c.plan.steps; ++step) {
-    run(c, step, 0, kEnter, enter);
 #pragma unroll 1
     for (int layer = 0; layer < LAYERS; ++layer) {
       run(c, step, layer, kProject, project);
@@ -234,7 +204,6 @@ __device__ __forceinline__ void run_all(Consumer& c) {
 __device__ __forceinline__ void run_one(Consumer& c) {
   const Position at = locate(c.plan.phase);
   switch (at.phase) {
-    case kEnter: return enter(c, at);
     case kProject: return project(c, at);
     case kAttend: return attend(c, at);
     case kOutput: return output(c, at);
@@ -246,19 +215,12 @@ __device__ __forceinline__ void run_one(Consumer& c) {
 
 // -- kernel ------------------------------------------------------------------------------------------------------------------
 
-// What a consumer must know of the launches before: which copies come first, and the residual values that it owns.
+// What a consumer must know of the launches before: which copies come first.
 __device__ __forceinline__ void recall(Consumer& c) {
-  c.identify();
   if (kResident) overlap_wait();
-  c.prefix = *c.plan.valid;
+  c.know(*c.plan.valid);
   c.parity = __ldcg(c.plan.sync);
-  const Position at = locate(c.plan.phase);
-  if (kResident || (at.phase != kOutput && at.phase != kDown)) return;
-  overlap_wait();
-  const int column = c.owned_column();
-  if (column >= 0)
-    c.residual = __ldcg(reinterpret_cast<const float2*>(c.residual_rows(c.residual_copy(at) ^ 1) +
-                                                        c.owned_row() * kWidth + column));
+  if (kResident) c.fetch_norm(0, 0);
 }
 
 // The last block to leave notes which copies the next decision starts with.
@@ -267,28 +229,29 @@ __device__ __forceinline__ void remember(const Consumer& c) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(c.plan.sync + 1) : "memory");
   if (before + 1 < kBlocks) return;
-  const u32 flips = (c.plan.steps * kModulations & 1) | (c.plan.steps * LAYERS & 1) << 1;
-  __stcg(c.plan.sync, c.parity ^ flips);
+  const u32 layers = c.plan.steps * LAYERS;
+  __stcg(c.plan.sync, (c.parity + 2 * layers & 3) | ((c.parity >> 2) + layers & 1) << 2);
   __stcg(c.plan.sync + 1, 0u);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     expert(const unsigned char* project_weight, const unsigned char* output_weight, const unsigned char* gate_up_weight,
            const unsigned char* down_weight, const float* enter_weight, const float* enter_bias,
-           const float* leave_weight, const float* leave_bias, const float* modulation, const bf16* rope,
+           const float* leave_weight, const float* leave_bias, const float* modulation, const float* project_shift,
+           const float* gate_up_shift, const bf16* rope,
            const bf16* prefix_key, const bf16* prefix_value, const int* valid, const float* noise, float* actions,
            u32* words, u32* sync, int capacity, int steps, int phase) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Plan plan{project_weight, output_weight, gate_up_weight, down_weight, enter_weight, enter_bias, leave_weight,
-                  leave_bias,     modulation,    rope,           prefix_key,  prefix_value, valid,      noise,
+                  leave_bias,     modulation, project_shift, gate_up_shift,   rope,           prefix_key,  prefix_value, valid,      noise,
                   actions,        words,         sync,           capacity,    steps,        phase};
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(shared.full + s, 1);
       mbarrier_init(shared.empty + s, kArrivals);
     }
-    for (int i = 0; i < 3; ++i) mbarrier_init(shared.parts + i, 1);
+    for (int i = 0; i < kPlaces; ++i) mbarrier_init(shared.parts + i, 1);
     shared.claimed = 0;
     mbarrier_init(&shared.values_full, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

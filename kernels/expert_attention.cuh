@@ -191,7 +191,7 @@ __device__ __forceinline__ void join(const Consumer& c, const Position& at, cons
 }
 
 __device__ __forceinline__ void attend(Consumer& c, const Position& at) {
-  const Work work(c.cluster, c.rank, c.prefix);
+  const Work work = c.work();
   unsigned char* queries = c.shared.operands;
   float* scores = reinterpret_cast<float*>(queries + kQueriesHeld * kQueryStride);
   bf16* weights = reinterpret_cast<bf16*>(scores + kQueriesHeld * kScoreStride);
@@ -203,7 +203,7 @@ __device__ __forceinline__ void attend(Consumer& c, const Position& at) {
   uint4 keys[kKeyGroups];
   load_attention(c, at, work, queries);
   load_prefix_keys(c, at, work, c.warp, keys);
-  c.phase_barrier();
+  c.block_barrier();
   score(c, at, work, keys, queries, scores);
   c.block_barrier();
   soften(c, work, scores, weights, extremes, barrier);
@@ -212,5 +212,4 @@ __device__ __forceinline__ void attend(Consumer& c, const Position& at) {
   mix_values(c, work, weights, parts, barrier);
   c.await(place);
   join(c, at, work, parts, extremes);
-  c.end();
 }

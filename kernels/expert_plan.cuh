@@ -11,30 +11,31 @@ constexpr int kWidth = 1024, kHeads = 8, kHeadDim = 256, kInner = kHeads * kHead
 constexpr int kClusters = CLUSTERS, kBlocks = kClusters * kRanks;
 // With fewer warps each has more registers; what does not fit into them costs hundreds of cycles at every use.
 constexpr int kWarps = ROWS <= 32 ? 12 : 16, kConsumers = kWarps * kWarpSize, kThreads = kConsumers + 4 * kWarpSize;
-constexpr int kTeamWarps = 4, kTeams = kWarps / kTeamWarps;  // a team multiplies up to eight tiles of outputs at once
 constexpr int kModulations = 2 * LAYERS + 1;
-constexpr int kPhasesPerLayer = 5, kPhasesPerStep = 2 + kPhasesPerLayer * LAYERS;
+constexpr int kPhasesPerLayer = 5, kPhasesPerStep = kPhasesPerLayer * LAYERS + 1;
 constexpr float kEps = 1e-6f;
 static_assert(kClusters >= 1 && kClusters <= 16, "every block owns outputs of every product");
 static_assert(ROWS >= 1 && ROWS <= 64, "rows of the chunk");
 
-enum Phase { kEnter, kLeave, kProject, kAttend, kOutput, kGateUp, kDown };
+enum Phase { kProject, kAttend, kOutput, kGateUp, kDown, kLeave };
 
 // -- products ------------------------------------------------------------------------------------------------------------
 
 // A product's outputs come in tiles of eight. Neighbouring tiles belong to one cluster; each of its blocks multiplies all
 // of them with its eighth of the inputs, and a tile's owner in the cluster adds the eight parts.
-constexpr int kTile = 8, kTeamTiles = 8;
+constexpr int kTile = 8, kStageTiles = 8;
 // Inputs come in chunks: a tile's part of one is eight matrices of eight inputs by eight outputs, as the matrix
 // instructions read them from shared memory.
-constexpr int kChunk = 64, kChunkBytes = kChunk * kTile * 2, kStageBytes = kTeamTiles * kChunkBytes;
-// Rows of the operand: the chunk, and the shift of the norm behind it, in whole matrices. A row's part of a chunk is 128
-// bytes, in which groups of eight inputs are swizzled as the matrix instructions expect.
-constexpr int kOperandRows = ceil_div(ROWS + 1, 8) * 8, kOperandBytesOfChunk = kOperandRows * kChunk * 2;
+constexpr int kChunk = 64, kChunkBytes = kChunk * kTile * 2, kStageBytes = kStageTiles * kChunkBytes;
+// Rows of the operand, in whole matrices. A row's part of a chunk is 128 bytes, in which groups of eight inputs are swizzled as
+// the matrix instructions expect.
+constexpr int kRowBlocks = ceil_div(ROWS, 8), kOperandRows = kRowBlocks * 8, kOperandBytesOfChunk = kOperandRows * kChunk * 2;
+// Few rows: every product is so short that its latency counts, not its work.
+constexpr bool kFewRows = kOperandRows <= 16;
 
-template <int TILES, int INPUTS, int UNIT>
-struct Product {  // UNIT: tiles that must have one owner
-  static constexpr int kTiles = TILES, kUnit = UNIT;
+template <int TILES, int INPUTS, int UNIT, int PLACE>
+struct Product {  // UNIT: tiles that must have one owner; PLACE: in a Consumer's tables
+  static constexpr int kTiles = TILES, kUnit = UNIT, kPlace = PLACE;
   static constexpr int kSlice = INPUTS / kRanks, kChunks = kSlice / kChunk;  // inputs of a block
   static constexpr int kMost = ceil_div(TILES / UNIT, kClusters) * UNIT;     // tiles of a cluster
   static constexpr int kSlots = ceil_div(kMost / UNIT, kRanks) * UNIT;       // tiles of an owner
@@ -49,17 +50,17 @@ struct Product {  // UNIT: tiles that must have one owner
     return min(kMostLog2, tiles > 4 ? 0 : tiles > 2 ? 1 : tiles > 1 ? 2 : 3);
   }
   static __device__ __forceinline__ int chunks_in_stage(int tiles) { return 1 << log2_chunks_in_stage(tiles); }
-  static __device__ __forceinline__ int stages(int cluster) {
-    const int tiles = count(cluster), left = tiles % kTeamTiles;
-    return tiles / kTeamTiles * kChunks + (left > 0 ? kChunks >> log2_chunks_in_stage(left) : 0);
+  static __device__ __forceinline__ int stages(int tiles) {
+    const int left = tiles % kStageTiles;
+    return tiles / kStageTiles * kChunks + (left > 0 ? kChunks >> log2_chunks_in_stage(left) : 0);
   }
 };
 
-using Project = Product<(kHeads + 2) * kHeadDim / kTile, kWidth, 1>;
-using Output = Product<kWidth / kTile, kInner, 1>;
-using GateUp = Product<2 * kHidden / kTile, kWidth, 2>;
-using Down = Product<kWidth / kTile, kHidden, 1>;
-constexpr int kArrivals = kTeamTiles;  // at a stage, at most: one for each chunk in it and each warp that uses it
+using Project = Product<(kHeads + 2) * kHeadDim / kTile, kWidth, 1, 0>;
+using Output = Product<kWidth / kTile, kInner, 1, 1>;
+using GateUp = Product<2 * kHidden / kTile, kWidth, 2, 2>;
+using Down = Product<kWidth / kTile, kHidden, 1, 1>;  // tiles as those of Output
+constexpr int kArrivals = kStageTiles;  // at a stage, at most: one for each chunk in it and each warp that uses it
 
 // -- attention -----------------------------------------------------------------------------------------------------------
 
@@ -71,26 +72,27 @@ static_assert(KEYS % 16 == 0 && KEYS <= 128, "a warp weighs four keys a lane");
 
 // -- shared memory -------------------------------------------------------------------------------------------------------
 
-// Other blocks may be one phase ahead and send already. So the parts of neighbours lie apart: in X, Y, X, V, Y for the
-// phases of a layer, where V is the memory of attention's values.
-constexpr int kPartRows = ROWS + 1;  // of a product behind a norm
-// Parts of such a product are rounded to bfloat16, as its result will be: half as much to exchange.
-constexpr int kPartFloats = kRanks * kPartRows * kTile / 2;  // of one output tile
+// Other blocks may be ahead and send already. So the parts of neighbours lie apart: those of project and output in X, of
+// attend and down in Y, of gate_up and leave in V, the memory of attention's values.
+// Parts of a product are rounded to bfloat16: half as much to exchange.
+constexpr int kPartFloats = kRanks * ROWS * kTile / 2;  // of one output tile
 constexpr int kSquares = kRanks * ROWS;
 constexpr int kAttendFloats = kRanks * kMostQueries * (kDims + 2);
 constexpr int kProjectFloats = Project::kSlots * kPartFloats + kSquares;
 constexpr int kGateUpFloats = GateUp::kSlots * kPartFloats + kSquares;
-constexpr int kSumFloats = max_of(Output::kSlots, Down::kSlots) * kRanks * ROWS * kTile;
+constexpr int kLeaveFloats = kRanks * ROWS * kActions + kSquares;
+constexpr int kSumFloats = max_of(Output::kSlots, Down::kSlots) * kPartFloats;
 constexpr int kFloatsX = max_of(kProjectFloats, kSumFloats);
 constexpr int kFloatsY = max_of(kAttendFloats, kSumFloats);
-constexpr int kPartialFloats = ROWS < 16 ? kTeams * Down::kMost * ROWS * kTile : 4;
+constexpr int kTradedFloats = kFewRows ? kWarps * kWarpSize * 4 : 4;
 constexpr int kValueStride = kHeadDim * 2 + 16, kQueryStride = kHeadDim * 2 + 64;  // bytes, free of bank conflicts
-constexpr int kFloatsV = max_of(KEYS * kValueStride / 4, kGateUpFloats);
+constexpr int kFloatsV = max_of(KEYS * kValueStride / 4, max_of(kGateUpFloats, kLeaveFloats));
 
 constexpr int kQueriesHeld = kQueryTiles * 16;
 constexpr int kScoreBytes = kQueriesHeld * kScoreStride * 6;  // scores as float, weights as bfloat16
 constexpr int kOperandBytes = max_of(Down::kChunks * kOperandBytesOfChunk, kQueriesHeld * kQueryStride + kScoreBytes);
 
+constexpr int kPlaces = 4;
 // Where the parts of one phase go, which barrier counts them, and whether that barrier's turn is odd.
 struct Place {
   float* parts;
@@ -101,21 +103,25 @@ struct Place {
 struct Shared {
   unsigned char ring[STAGES * kStageBytes];
   alignas(1024) unsigned char operands[kOperandBytes];
-  alignas(16) float values[kFloatsV];  // as bfloat16; later parts of gate_up
+  alignas(16) float values[kFloatsV];  // as bfloat16; later parts of gate_up or leave
   alignas(16) float x[kFloatsX];
   alignas(16) float y[kFloatsY];
-  alignas(16) float partial[kPartialFloats];  // sums of the teams, where they share the inputs
-  u64 full[STAGES], empty[STAGES], values_full, parts[3];  // `parts`: phases that may be under way at once
+  alignas(16) float actions[ROWS * kActions];  // in front of the running step; a warp reads and writes those of its rows only
+  alignas(16) float traded[kTradedFloats];  // sums of pairs of warps that share the inputs
+  u64 full[STAGES], empty[STAGES], values_full, parts[kPlaces];  // `parts`: phases that may be under way at once
   u32 claimed;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host computes the same layout");
 
 // -- what a launch knows -------------------------------------------------------------------------------------------------
 
-// Offsets in the exchanged memory, in words; every buffer has two copies (see grid.cuh).
-constexpr int kResidual = 0, kStepActions = kResidual + 2 * ROWS * kWidth,
-              kQuery = kStepActions + 2 * ROWS * kActions, kKey = kQuery + ROWS * kInner,
-              kValue = kKey + ROWS * kHeadDim, kAttended = kValue + ROWS * kHeadDim,
+// What output and down make: [copy][row][column] as float, in four copies that take turns (see reset_sums).
+constexpr int kSumCopies = 4;
+
+// Offsets in the exchanged memory, in words; every buffer but the sums has two copies (see grid.cuh). The residual lies
+// there between the launches of single phases only.
+constexpr int kResidual = 0, kSumWords = kResidual + 2 * ROWS * kWidth, kQuery = kSumWords + kSumCopies * ROWS * kWidth,
+              kKey = kQuery + ROWS * kInner, kValue = kKey + ROWS * kHeadDim, kAttended = kValue + ROWS * kHeadDim,
               kHiddenWords = kAttended + ROWS * kInner;
 
 // All pointers are device memory.
@@ -123,9 +129,11 @@ struct Plan {
   const unsigned char *project, *output, *gate_up, *down;  // packed, all layers
   const float* enter_weight;                               // [kActions][kWidth]
   const float* enter_bias;                                 // [kWidth]
-  const float* leave_weight;                               // [kActions][kWidth], times the step size
-  const float* leave_bias;                                 // [kActions], times the step size
-  const float* modulation;                                 // [steps][kModulations][3][kWidth]: scale, shift, gate
+  const float* leave_weight;                               // [kWidth][kActions], times the step size
+  const float* leave_bias;                                 // [steps][kActions], times the step size, with the shift's part
+  const float* modulation;                                 // [steps][kModulations][3][kWidth]: scale, shift (unused), gate
+  const float* project_shift;                              // [steps][LAYERS][outputs]: what the norm's shift gives
+  const float* gate_up_shift;
   const bf16* rope;                                        // [ROWS][kHeadDim]: cosines, sines
   const bf16 *prefix_key, *prefix_value;                   // [LAYERS][capacity][kHeadDim]
   const int* valid;                                        // rows of the prefix that exist
@@ -148,10 +156,8 @@ __device__ __forceinline__ Position locate(int index) {
   Position p;
   p.step = index / kPhasesPerStep;
   const int inner = index % kPhasesPerStep;
-  p.layer = (inner - 1) / kPhasesPerLayer;
-  p.phase = inner == 0                    ? kEnter
-            : inner == kPhasesPerStep - 1 ? kLeave
-                                          : static_cast<Phase>(kProject + (inner - 1) % kPhasesPerLayer);
+  p.layer = inner / kPhasesPerLayer;
+  p.phase = p.layer == LAYERS ? kLeave : static_cast<Phase>(inner % kPhasesPerLayer);
   return p;
 }
 
@@ -163,8 +169,13 @@ __device__ __forceinline__ int end_phase(const Plan& plan) {
 // -- producer ------------------------------------------------------------------------------------------------------------
 
 constexpr int kUnderWay = min_of(4, STAGES);  // stages that a block fetches at once
-// Teams take turns, so that one may wait for a stage far ahead of what another still uses.
-constexpr int kFarthest = max_of(kTeams * Project::kChunks, Down::kChunks + 1);
+// Warps begin with different stages, so that one may wait for a stage far ahead of what is claimed, and of what is on its
+// way.
+template <typename P>
+constexpr int kFirstWait = (min_of(ceil_div(P::kMost, kStageTiles), ceil_div(2 * kWarps, kStageTiles)) - 1) * P::kChunks +
+                           P::kChunks / 2 + 1;
+constexpr int kFarthest =
+    max_of(max_of(kFirstWait<Project>, kFirstWait<Output>), max_of(kFirstWait<GateUp>, kFirstWait<Down>)) + kUnderWay;
 using WeightRing = Ring<STAGES, kStageBytes, kFarthest>;
 
 // Visits what this block needs of one product, stage by stage: weights [layer][rank][chunk][tile][8][output 8][8].
@@ -173,8 +184,8 @@ __device__ __forceinline__ void visit_product(Visitor& visitor, const unsigned c
   const int tiles = P::count(cluster);
   const unsigned char* from =
       weights + (static_cast<u64>(piece) * P::kChunks * P::kTiles + P::first(cluster)) * kChunkBytes;
-  for (int tile = 0; tile < tiles; tile += kTeamTiles, from += kTeamTiles * kChunkBytes) {
-    const int count = min(kTeamTiles, tiles - tile), each = P::chunks_in_stage(count), bytes = count * kChunkBytes;
+  for (int tile = 0; tile < tiles; tile += kStageTiles, from += kStageTiles * kChunkBytes) {
+    const int count = min(kStageTiles, tiles - tile), each = P::chunks_in_stage(count), bytes = count * kChunkBytes;
     for (int chunk = 0; chunk < P::kChunks; chunk += each) {
       visitor.begin(each * bytes);
       for (int i = 0; i < each; ++i)
@@ -238,6 +249,8 @@ struct Work {
   int first, queries;        // of a cluster
   int start, count, prefix;  // keys of a block; keys before the chunk's own
 
+  __device__ __forceinline__ Work(int first_, int queries_, int start_, int count_, int prefix_)
+      : first(first_), queries(queries_), start(start_), count(count_), prefix(prefix_) {}
   __device__ __forceinline__ Work(int cluster, int rank, int prefix_) : prefix(prefix_) {
     first = cluster * kQueries / kClusters;
     queries = (cluster + 1) * kQueries / kClusters - first;
@@ -247,15 +260,16 @@ struct Work {
   }
 };
 
-constexpr int kPhaseBarrier = 1, kConsumerBarrier = 2, kResetBarrier = 3, kValueBarrier = 4;
+constexpr int kFenceBarrier = 1, kConsumerBarrier = 2, kResetBarrier = 3, kValueBarrier = 4;
 
-// One warp makes every reset of a phase visible to the grid before its block writes the values of the next phase, while
-// the consumers wait for theirs.
+// One warp makes the resets of a layer visible to the grid before its block writes the sums of `down`, while the consumers
+// wait for hidden values. Whoever reads a buffer that was reset in this layer has read sums of this `down` before.
 __device__ __forceinline__ void fence_resets(const Plan& plan) {
-  for (int index = first_phase(plan); index < end_phase(plan); ++index) {
-    named_barrier<kPhaseBarrier, kConsumers + kWarpSize>();
+  if (!kResident) return;  // the end of a launch does it
+  for (int i = 0; i < plan.steps * LAYERS; ++i) {
     named_barrier<kResetBarrier, kConsumers + kWarpSize>();
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    named_barrier<kFenceBarrier, kConsumers + kWarpSize>();
   }
 }
 
@@ -271,7 +285,8 @@ __device__ __forceinline__ void copy_prefix_values(const Plan& plan, Shared& sha
               &shared.values_full, policy);
 }
 
-// Another warp fetches the values for every attention as soon as their memory is free: behind gate_up of the layer before.
+// Another warp fetches the values for every attention as soon as their memory is free: behind gate_up of the layer before, or
+// behind leave.
 __device__ __forceinline__ void fetch_values(const Plan& plan, Shared& shared) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -286,15 +301,20 @@ __device__ __forceinline__ void fetch_values(const Plan& plan, Shared& shared) {
 
 // -- consumer: what every phase uses -------------------------------------------------------------------------------------
 
+constexpr int kRowsEach = ceil_div(ROWS, kWarps);  // rows of the chunk that one warp has
+
+// A warp has some rows of the chunk, and of those the columns that its block multiplies: four a lane.
 struct Consumer {
   const Plan& plan;
   Shared& shared;
   WeightRing ring;
-  u32 stages = 0;    // of the ring, used up
-  u32 parity;        // bit 0: of the residual's first copy in this decision; bit 1: of the layers' buffers
-  float2 residual;   // the two values that this thread owns (see owned_*)
-  float4 scale, shift;  // of the next norm, for the columns of this lane
-  int prefix;        // rows of the prefix that exist
+  u32 stages = 0;              // of the ring, used up
+  u32 parity;                  // bits 0 and 1: copy of this decision's first sums; bit 2: of the layers' buffers
+  float4 residual[kRowsEach];  // every cluster has all of it, and computes the same bits
+  float4 scale, gate;          // of the next norm, and of the sum that is added in front of it
+  u32 firsts, counts;          // first tile and number of tiles of this cluster, ten bits a product
+  u32 queries, keys;           // see work()
+  int prefix;                  // rows of the prefix that exist
   int cluster, rank, thread, warp, lane, quad, row;  // lane = row * 4 + quad
 
   __device__ __forceinline__ Consumer(const Plan& plan_, Shared& shared_, const WeightRing& ring_)
@@ -313,8 +333,33 @@ struct Consumer {
     row = lane / 4;
   }
 
-  // All consumers have prepared the operands of a phase, and what was reset in the phase before is visible to the grid.
-  __device__ __forceinline__ void phase_barrier() const { named_barrier<kPhaseBarrier, kConsumers + kWarpSize>(); }
+  // What this block has of each product and of attention: worked out once and hidden from the compiler, which would do it
+  // again in every phase.
+  __device__ __forceinline__ void know(int prefix_) {
+    prefix = prefix_;
+    identify();
+    firsts = Project::first(cluster) | Output::first(cluster) << 10 | GateUp::first(cluster) << 20;
+    counts = Project::count(cluster) | Output::count(cluster) << 10 | GateUp::count(cluster) << 20;
+    const Work all(cluster, rank, prefix);
+    queries = all.first | all.queries << 16;
+    keys = all.start | all.count << 16;
+    asm volatile("" : "+r"(firsts), "+r"(counts), "+r"(queries), "+r"(keys));
+  }
+  template <typename P>
+  __device__ __forceinline__ int first() const { return firsts >> 10 * P::kPlace & (P::kPlace < 2 ? 1023 : 4095); }
+  template <typename P>
+  __device__ __forceinline__ int count() const { return counts >> 10 * P::kPlace & (P::kPlace < 2 ? 1023 : 4095); }
+  __device__ __forceinline__ Work work() const {
+    return Work{static_cast<int>(queries & 0xffff), static_cast<int>(queries >> 16), static_cast<int>(keys & 0xffff),
+                static_cast<int>(keys >> 16), prefix};
+  }
+  // How many of its cluster's tiles this block owns.
+  template <typename P>
+  __device__ __forceinline__ int owned() const {
+    const int units = count<P>() / P::kUnit;
+    return (units + kRanks - 1 - rank) / kRanks * P::kUnit;
+  }
+
   __device__ __forceinline__ void block_barrier() const { named_barrier<kConsumerBarrier, kConsumers>(); }
 
   // Before the first read of what another launch wrote.
@@ -322,8 +367,21 @@ struct Consumer {
     if (!kResident) overlap_wait();
   }
 
-  // After the last store of a phase.
-  __device__ __forceinline__ void end() { named_barrier_arrive<kResetBarrier, kConsumers + kWarpSize>(); }
+  // Nobody needs the parts in the memory of the values.
+  __device__ __forceinline__ void free_values() const { named_barrier_arrive<kValueBarrier, kConsumers + kWarpSize>(); }
+
+  // Behind the last reset of a layer.
+  __device__ __forceinline__ void resets_done() const {
+    if (kResident) named_barrier_arrive<kResetBarrier, kConsumers + kWarpSize>();
+  }
+  // All consumers, and the fence behind those resets.
+  __device__ __forceinline__ void fence_barrier() const {
+    if (kResident) {
+      named_barrier<kFenceBarrier, kConsumers + kWarpSize>();
+    } else {
+      block_barrier();
+    }
+  }
 
   // One thread: the next turn of `place` brings `bytes`.
   __device__ __forceinline__ void expect(const Place& place, u32 bytes) {
@@ -338,61 +396,53 @@ struct Consumer {
 
   __device__ __forceinline__ int layers(const Position& at) const { return at.step * LAYERS + at.layer; }
 
-  // Where the parts of the running phase go. Barrier 0 counts those of project, output; 1 those of attend, gate_up; 2 those
-  // of down. A launch of one phase starts to count anew.
+  // Where the parts of the running phase go. Barrier 0 counts those of project and output, 1 those of attend and gate_up, 2
+  // those of down, 3 those of leave. A launch of one phase starts to count anew.
   __device__ __forceinline__ Place place(const Position& at) const {
-    constexpr u32 kSecond = kResident ? 1 : 0;
+    constexpr u32 kOdd = kResident ? 1 : 0;
     switch (at.phase) {
       case kProject: return {shared.x, 0, 0};
       case kAttend: return {shared.y, 1, 0};
-      case kOutput: return {shared.x, 0, kSecond};
-      case kGateUp: return {shared.values, 1, kSecond};
-      default: return {shared.y, 2, kResident ? layers(at) & 1 : 0u};
+      case kOutput: return {shared.x, 0, kOdd};
+      case kGateUp: return {shared.values, 1, kOdd};
+      case kDown: return {shared.y, 2, layers(at) & kOdd};
+      default: return {shared.values, 3, at.step & kOdd};
     }
   }
 
-  // Copy 0 or 1 of the residual that was written last before, or is written in, the running phase.
-  __device__ __forceinline__ int residual_copy(const Position& at) const {
-    const int uses = at.step * kModulations + (at.phase == kEnter     ? 0
-                                               : at.phase == kProject || at.phase == kAttend ? 2 * at.layer
-                                               : at.phase == kLeave   ? 2 * LAYERS
-                                               : at.phase == kDown    ? 2 * at.layer + 2
-                                                                      : 2 * at.layer + 1);
-    return (uses + static_cast<int>(parity & 1)) & 1;
+  // Sums are counted: those of output of the first layer are number 0. This is the number of those that the running phase
+  // adds to the residual (project, gate_up, leave) or makes (output, down).
+  __device__ __forceinline__ int sums(const Position& at) const {
+    const int made = at.phase == kOutput || at.phase == kGateUp ? 0 : at.phase == kDown ? 1 : -1;
+    return static_cast<int>(parity & 3) + 2 * layers(at) + made;
+  }
+  __device__ __forceinline__ u32* sum_words(int number) const {
+    return plan.words + kSumWords + (number & kSumCopies - 1) * ROWS * kWidth;
   }
 
   // Copy of the buffers that are written once a layer.
   __device__ __forceinline__ int layer_copy(const Position& at) const {
-    return (at.step * LAYERS + at.layer + static_cast<int>(parity >> 1 & 1)) & 1;
-  }
-
-  __device__ __forceinline__ float* residual_rows(int copy) const {
-    return reinterpret_cast<float*>(plan.words + kResidual + copy * ROWS * kWidth);
-  }
-  __device__ __forceinline__ float* step_actions(int copy) const {
-    return reinterpret_cast<float*>(plan.words + kStepActions + copy * ROWS * kActions);
+    return (layers(at) + static_cast<int>(parity >> 2)) & 1;
   }
   // `width` bfloat16 a row, from word `offset` on.
   __device__ __forceinline__ bf16* rows(int offset, int width, int copy) const {
     return reinterpret_cast<bf16*>(plan.words + offset) + copy * ROWS * width;
   }
 
-  __device__ __forceinline__ const float* modulation(int step, int norm) const {
-    return plan.modulation + static_cast<u64>(step * kModulations + norm) * 3 * kWidth;
-  }
-  // Fetches scale and shift of a norm that comes later: they come from far, and nobody should wait for them.
-  __device__ __forceinline__ void fetch_norm(int step, int norm) {
-    const float* from = modulation(step, norm) + rank * Project::kSlice + lane * 4;
-    scale = *reinterpret_cast<const float4*>(from);
-    shift = *reinterpret_cast<const float4*>(from + kWidth);
-  }
+  __device__ __forceinline__ int row_of_warp(int i) const { return warp + i * kWarps; }
+  // Address of this lane's action of a row.
+  __device__ __forceinline__ float* action(int row_) const { return shared.actions + row_ * kActions + lane; }
+  // The first of this lane's four columns.
+  __device__ __forceinline__ int column() const { return rank * Project::kSlice + lane * 4; }
 
-  // The pair of residual values that this thread owns: which row, and which column (negative: none).
-  __device__ __forceinline__ int owned_row() const { return thread / 4 % ROWS; }
-  __device__ __forceinline__ int owned_slot() const { return thread / (ROWS * 4); }
-  __device__ __forceinline__ int owned_column() const {
-    const int tile = owned_slot() * kRanks + rank;
-    return tile < Output::count(cluster) ? (Output::first(cluster) + tile) * kTile + thread % 4 * 2 : -1;
+  __device__ __forceinline__ const float* modulation(int step, int norm) const {
+    return plan.modulation + static_cast<u64>(step * kModulations + norm) * 3 * kWidth + column();
+  }
+  // Fetches the scale of a norm that comes later, and the gate of the sum in front of it: they come from far, and
+  // nobody should wait for them.
+  __device__ __forceinline__ void fetch_norm(int step, int norm) {
+    const float* from = modulation(step, norm);
+    scale = *reinterpret_cast<const float4*>(from);
+    if (norm > 0) gate = *reinterpret_cast<const float4*>(from - kWidth);
   }
 };
-static_assert(Output::kSlots * ROWS * 4 <= kConsumers, "a thread owns at most one pair of residual values");

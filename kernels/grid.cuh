@@ -11,8 +11,8 @@ constexpr u32 kMostSpins = 1u << 24;
 
 // A word of an exchanged buffer holds kUnwritten until its value arrives: a reader polls the data itself, so a value
 // takes one store and one load through L2, without a fence and a flag. As two bfloat16 or one float, kUnwritten is a NaN
-// that no instruction produces. Every buffer has two copies that take turns. A block that fills its words of one copy
-// resets those of the other, which everybody has read by then; the reset is fenced before the block's next values.
+// that no instruction produces. Every buffer has copies that take turns. A block resets its words of a copy that everybody
+// has read, and its resets are fenced before any value without which nobody gets to read that copy again.
 constexpr u32 kUnwritten = 0xffffffffu;
 
 __device__ __forceinline__ uint4 load_relaxed16(const void* p) {
@@ -30,6 +30,10 @@ __device__ __forceinline__ void store_relaxed(void* p, u32 value) {
 
 __device__ __forceinline__ void store_relaxed(void* p, u32 low, u32 high) {
   asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(low), "r"(high) : "memory");
+}
+
+__device__ __forceinline__ void store_unwritten(void* p) {  // four words
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(p), "r"(kUnwritten) : "memory");
 }
 
 __device__ __forceinline__ bool written(const uint4& v) {
@@ -61,11 +65,6 @@ __device__ __forceinline__ void exchange(void* copy, void* other, u32 value) {
   store_relaxed(other, kUnwritten);
 }
 
-__device__ __forceinline__ void exchange(float* copy, float* other, float2 value) {
-  store_relaxed(copy, __float_as_uint(value.x), __float_as_uint(value.y));
-  store_relaxed(other, kUnwritten, kUnwritten);
-}
-
 // -- inside a cluster: stores into the shared memory of another block, counted by its barrier ----------------------------
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -93,15 +92,15 @@ __device__ __forceinline__ void send(u32 to, float first, float second, u32 barr
                : "memory");
 }
 
-__device__ __forceinline__ void send_words(u32 to, u32 first, u32 second, u32 barrier) {
-  send(to, __uint_as_float(first), __uint_as_float(second), barrier);
-}
+__device__ __forceinline__ void send_word(u32 to, u32 word, u32 barrier) { send(to, __uint_as_float(word), barrier); }
 
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // -- barriers ------------------------------------------------------------------------------------------------------------
+
+constexpr int kPairBarriers = 8;  // the first of eight that pairs of warps use
 
 template <int NAME, int THREADS>
 __device__ __forceinline__ void named_barrier() {
@@ -111,6 +110,11 @@ __device__ __forceinline__ void named_barrier() {
 template <int NAME, int THREADS>
 __device__ __forceinline__ void named_barrier_arrive() {
   asm volatile("bar.arrive %0, %1;" ::"n"(NAME), "n"(THREADS) : "memory");
+}
+
+// Two warps wait for each other.
+__device__ __forceinline__ void pair_barrier(int pair) {
+  asm volatile("bar.sync %0, %1;" ::"r"(kPairBarriers + pair), "n"(2 * kWarpSize) : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
@@ -124,14 +128,20 @@ __device__ __forceinline__ void mbarrier_expect(u64* barrier, u32 bytes) {
 
 // With the usual scope of a block: the wider ones invalidate the first-level cache at every wait, and what arrives is shared
 // memory, which is not cached.
+__device__ __forceinline__ bool mbarrier_passed(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return done;
+}
+
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
-  for (u32 done = 0, spins = 0; !done; ++spins) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
+  if (mbarrier_passed(barrier, parity)) return;
+#pragma unroll 1
+  for (u32 spins = 0; !mbarrier_passed(barrier, parity); ++spins)
     if (spins > kMostSpins) __trap();
-  }
 }
 
 // -- the ring ------------------------------------------------------------------------------------------------------------
@@ -152,6 +162,10 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 
 
 // One producer thread fills stages with bulk copies, in the order in which the consumers use them. Stages are numbered
 // from the start of the launch. FARTHEST: how far ahead of a stage that is still in use somebody may wait.
+struct Spot {
+  u32 slot, parity;
+};
+
 template <int DEPTH, int BYTES, int FARTHEST>
 struct Ring {
   unsigned char* data;
@@ -180,22 +194,29 @@ struct Ring {
     bulk_copy(data + number % DEPTH * BYTES + offset, global, bytes, full + number % DEPTH, policy);
   }
 
-  __device__ __forceinline__ const unsigned char* stage(u32 number) const { return data + number % DEPTH * BYTES; }
+  // Where stage `number` lies, and how often that place was used before, odd or even.
+  __device__ __forceinline__ Spot spot(u32 number) const { return {number % DEPTH, number / DEPTH & 1}; }
+  __device__ __forceinline__ Spot behind(const Spot& s) const {
+    const bool wraps = s.slot + 1 == DEPTH;
+    return {wraps ? 0 : s.slot + 1, s.parity ^ static_cast<u32>(wraps)};
+  }
+
+  __device__ __forceinline__ const unsigned char* stage(const Spot& s) const { return data + s.slot * BYTES; }
 
   // A barrier tells two uses of its stage apart, but not three: in a shallow ring the stage must have been claimed first.
-  __device__ __forceinline__ void wait(u32 number) const {
+  __device__ __forceinline__ void wait(u32 number, const Spot& s) const {
     if (DEPTH < FARTHEST)
       for (u32 spins = 0; claimed() <= number; ++spins)
         if (spins > kMostSpins) __trap();
-    mbarrier_wait(full + number % DEPTH, number / DEPTH & 1);
+    mbarrier_wait(full + s.slot, s.parity);
   }
 
   // One lane: `count` warps need the stage no longer; `loaded` is what this one loaded last. The count is made from it,
   // since an arrival would overtake a load that is still under way.
-  __device__ __forceinline__ void release(u32 number, u32 loaded, u32 count) const {
+  __device__ __forceinline__ void release(const Spot& s, u32 loaded, u32 count) const {
     asm volatile(
         "{\n.reg .b32 n;\nor.b32 n, %1, %2;\nmin.u32 n, n, %2;\nmbarrier.arrive.shared.b64 _, [%0], n;\n}" ::"r"(
-            shared_address(empty + number % DEPTH)),
+            shared_address(empty + s.slot)),
         "r"(loaded), "r"(count)
         : "memory");
   }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine import recording_into
 from .calls import Example
 from .constants import record, rerun
 from .errors import CaptureError
@@ -60,7 +61,7 @@ class CapturedCall:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with recording_into(graph):
             result, self._constants = rerun(run, self._recording)
         _check_result(result)
         self._recording.results.clear()  # what the graph does not read can go

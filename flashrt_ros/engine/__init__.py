@@ -37,7 +37,7 @@ from .errors import (
     WindowError,
 )
 from .folder import CapsuleFolder
-from .graphs import StageBody
+from .graphs import StageBody, recording_into
 from .manager import SessionManager
 from .session import Session
 from .store import CapsuleStore
@@ -84,6 +84,7 @@ __all__ = [
     "arena_offsets",
     "choose_path",
     "memory_refusals",
+    "recording_into",
     "require_memory",
     "resolve_device",
 ]

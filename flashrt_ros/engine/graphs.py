@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +18,28 @@ StageBody = Callable[[Mapping[str, torch.Tensor], Variant], None]
 shape that depends on data, no tensor that outlives the call."""
 
 _WARM_UP_RUNS = 2  # lazy library handles and autotuning happen here, before capture forbids them
+
+
+_capturing = threading.RLock()
+
+
+@contextmanager
+def recording_into(graph: Any) -> Iterator[None]:
+    """Capture what the current thread enqueues into `graph`, a torch.cuda.CUDAGraph, one capture at a time.
+
+    Garbage is collected before, and not during it: a graph that dies in between waits for the device, and CUDA ends
+    a capture for that.
+    """
+    with _capturing:
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph):
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 class Executable(Protocol):
@@ -72,7 +97,7 @@ def _capture_cuda(body: StageBody, arena: Mapping[str, torch.Tensor], variant: V
                 body(arena, variant)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        with recording_into(graph):
             body(arena, variant)
     return CapturedGraph(graph, body, arena, variant)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,15 @@ import pytest
 import torch
 
 from flashrt_ros.contract import Variant
-from flashrt_ros.engine import CapsuleFolder, CapsuleStore, Session, SessionManager, StageBody, StaleInputError
+from flashrt_ros.engine import (
+    CapsuleFolder,
+    CapsuleStore,
+    Session,
+    SessionManager,
+    StageBody,
+    StaleInputError,
+    recording_into,
+)
 from flashrt_ros.engine.copier import copy_with_torch
 from flashrt_ros.engine.graphs import capture
 from flashrt_ros.ops.region_copy import region_copy
@@ -181,3 +190,31 @@ def test_a_graph_keeps_the_weights_that_only_its_body_holds() -> None:
     graph.replay()
     assert torch.equal(arena["out"].cpu(), torch.arange(1, (1 << 22) + 1, dtype=torch.float32))
     assert len(others) == 8
+
+
+def test_a_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
+    """The garbage collector runs when it likes; destroying a graph waits for the device, which a capture forbids."""
+    x = torch.zeros(8, device="cuda")
+
+    def graph_in_a_cycle() -> None:
+        dead = torch.cuda.CUDAGraph()
+        with recording_into(dead):
+            x.add_(1)
+        holder: list[object] = [dead]
+        holder.append(holder)
+
+    threshold = gc.get_threshold()
+    gc.disable()
+    graph_in_a_cycle()
+    gc.enable()
+    gc.set_threshold(1, 1, 1)
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with recording_into(graph):
+            made = [[index] for index in range(100)]
+            x.add_(len(made))
+    finally:
+        gc.set_threshold(*threshold)
+    graph.replay()
+    assert x.tolist() == [100.0] * 8
+    assert gc.isenabled()

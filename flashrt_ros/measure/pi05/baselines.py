@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...engine import recording_into
 from ...policies.pi05.checkpoint import WEIGHTS_FILE
 from ...policies.pi05.config import Pi05Config
 from ...policies.pi05.seeded import seeded_source
@@ -114,7 +115,7 @@ def _graphed(name: str, call: Callable[[], Tensor], device: torch.device) -> Bas
             call()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording_into(graph):
         result = call()
     return Baseline(name, graph.replay, lambda: _host(result), memory=call)
 

@@ -21,6 +21,7 @@ _CHUNK = 64  # inputs that one stage of the ring holds of eight tiles
 _STAGE_BYTES = 8192
 _PART_BYTES = 2  # of a value that blocks of a cluster exchange behind a norm
 _SYNC_WORDS = 4
+_FEWEST_STAGES = 4  # of the ring
 PHASES_PER_LAYER = 5
 
 
@@ -33,6 +34,12 @@ def pack_tiles(weight: Tensor) -> Tensor:
     layers, outputs, inputs = weight.shape
     view = weight.view(layers, outputs // 8, 8, RANKS, inputs // RANKS // _CHUNK, _CHUNK // 8, 8)
     return view.permute(0, 3, 4, 1, 5, 2, 6).contiguous()
+
+
+def unpack_tiles(packed: Tensor) -> Tensor:
+    """The weights bf16[layers, outputs, inputs] that `pack_tiles` made `packed` of."""
+    layers, ranks, chunks, tiles = packed.shape[:4]
+    return packed.permute(0, 3, 5, 1, 2, 4, 6).reshape(layers, 8 * tiles, ranks * chunks * _CHUNK)
 
 
 def alternate_tiles(weight: Tensor) -> Tensor:
@@ -55,7 +62,7 @@ class ExpertWeights:
     Args:
         project, output, gate_up, down: packed stages, bf16 (see `pack`).
         enter_weight, enter_bias: float32[actions, width], float32[width].
-        leave_weight, leave_bias: float32[actions, width], float32[actions]; both carry the step size.
+        leave_weight, leave_bias: float32[width, actions], float32[actions]; both carry the step size.
     """
 
     project: Tensor
@@ -109,9 +116,39 @@ def pack(
         down=pack_tiles(down),
         enter_weight=enter[0].float().t().contiguous(),
         enter_bias=enter[1].float().contiguous(),
-        leave_weight=leave[0].float().contiguous(),
+        leave_weight=leave[0].float().t().contiguous(),
         leave_bias=leave[1].float().contiguous(),
     )
+
+
+@dataclass(frozen=True)
+class ShiftTables:
+    """What the shifts of the adaptive norms give behind their products, which depends on weights and step alone.
+
+    Args:
+        project: float32[steps, layers, 2560], shift of the norm in front @ project, in the order of the packed outputs.
+        gate_up: float32[steps, layers, 8192], likewise.
+        leave: float32[steps, actions], shift of the last norm @ leave_weight + leave_bias.
+    """
+
+    project: Tensor
+    gate_up: Tensor
+    leave: Tensor
+
+    @staticmethod
+    def allocate(weights: ExpertWeights, steps: int) -> ShiftTables:
+        """Tables of zeros on the device of `weights`."""
+        sizes = (weights.layers, INNER + 2 * HEAD_DIM), (weights.layers, 2 * HIDDEN), (ACTIONS,)
+        return ShiftTables(*(torch.zeros(steps, *size, device=weights.project.device) for size in sizes))
+
+    def fill(self, weights: ExpertWeights, modulation: Tensor) -> None:
+        """Work them out in float32 from `modulation` (see ExpertKernel)."""
+        shift = modulation[:, :, 1]
+        for layer in range(weights.layers):
+            for norm, packed, table in ((0, weights.project, self.project), (1, weights.gate_up, self.gate_up)):
+                matrix = unpack_tiles(packed[layer : layer + 1])[0].float()
+                torch.matmul(shift[:, 2 * layer + norm], matrix.t(), out=table[:, layer])
+        torch.addmm(weights.leave_bias, shift[:, -1], weights.leave_weight, out=self.leave)
 
 
 @dataclass(frozen=True)
@@ -128,8 +165,8 @@ class ExpertScratch:
 
     @staticmethod
     def allocate(rows: int, device: torch.device) -> ExpertScratch:
-        """Scratch for `rows` rows: two copies of residual and actions as float, of the rest as bfloat16."""
-        count = rows * (2 * WIDTH + 2 * ACTIONS + INNER + 2 * HEAD_DIM + INNER + HIDDEN)
+        """Scratch for `rows` rows: residual (two copies), sums (four) as float; two copies of the rest as bfloat16."""
+        count = rows * (2 * WIDTH + 4 * WIDTH + INNER + 2 * HEAD_DIM + INNER + HIDDEN)
         return ExpertScratch(
             torch.full((count,), -1, dtype=torch.int32, device=device),
             torch.zeros(_SYNC_WORDS, dtype=torch.int32, device=device),
@@ -151,14 +188,9 @@ def warps_that_multiply(rows: int) -> int:
     return 12 if rows <= 32 else 16
 
 
-def fewest_stages(rows: int) -> int:
-    """Of the ring. With few rows the teams wait for all eight stages of `down` before the first is released."""
-    return 8 if rows < 16 else 4
-
-
 def operand_rows(rows: int) -> int:
-    """Rows of the operand in shared memory: the chunk and the shift of a norm, in groups of eight."""
-    return 8 * _up(rows + 1, 8)
+    """Rows of the operand in shared memory: the chunk, in groups of eight."""
+    return 8 * _up(rows, 8)
 
 
 def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tuple[int, int]:
@@ -173,20 +205,21 @@ def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tup
     def parts(tiles: int, unit: int) -> int:
         """Bytes of what a product behind a norm sends to one block."""
         slots = _up(_up(tiles // unit, clusters), RANKS) * unit
-        return slots * RANKS * (rows + 1) * 8 * _PART_BYTES + 4 * RANKS * rows
+        return slots * RANKS * rows * 8 * _PART_BYTES + 4 * RANKS * rows
 
-    sums = 4 * _up(_up(WIDTH // 8, clusters), RANKS) * RANKS * rows * 8
     queries = _up(rows * HEADS, clusters)
+    few = operand_rows(rows) <= 16
+    sums = _up(_up(WIDTH // 8, clusters), RANKS) * RANKS * rows * 8 * _PART_BYTES
     x = max(parts((INNER + 2 * HEAD_DIM) // 8, 1), sums)
     y = max(4 * RANKS * queries * (HEAD_DIM // RANKS + 2), sums)
-    values = max(keys * (HEAD_DIM * 2 + 16), parts(2 * HIDDEN // 8, 2))
+    leave = 4 * RANKS * (rows * ACTIONS + rows)
+    values = max(keys * (HEAD_DIM * 2 + 16), parts(2 * HIDDEN // 8, 2), leave)
     operands = max(HIDDEN // RANKS * 2 * operand_rows(rows), 16 * _up(queries, 16) * (576 + (keys + 8) * 6))
-    tiles = _up(WIDTH // 8, clusters)
-    partial = 4 * (warps_that_multiply(rows) // 4) * tiles * rows * 8 if rows < 16 else 0
-    fixed = x + y + values + operands + partial + 1024 + 128
+    traded = warps_that_multiply(rows) * 32 * 16 if few else 0
+    fixed = x + y + values + operands + traded + 4 * rows * ACTIONS + 1024 + 128
     stages = (shared_limit - fixed) // (_STAGE_BYTES + 16)
-    if stages < fewest_stages(rows):
-        needed = fixed + fewest_stages(rows) * (_STAGE_BYTES + 16)
+    if stages < _FEWEST_STAGES:
+        needed = fixed + _FEWEST_STAGES * (_STAGE_BYTES + 16)
         raise KernelError(
             f"expert: {rows} rows and {keys} keys a block need {needed} bytes of shared memory a block, "
             f"there are {shared_limit}"
@@ -233,7 +266,8 @@ class ExpertKernel:
         self.clusters = min(clusters, MAX_CLUSTERS, count // RANKS)
         self.threads = 32 * (warps_that_multiply(rows) + 4)  # four warps fetch and fence
         self.kernel = self._resident_kernel()
-        self.phases = steps * (2 + PHASES_PER_LAYER * weights.layers)
+        self.phases = steps * (PHASES_PER_LAYER * weights.layers + 1)
+        self._shifts = ShiftTables.allocate(weights, steps)
 
     def _resident_kernel(self) -> Kernel:
         """The kernel for as many clusters as run at once: not every part of a device has room for the last ones."""
@@ -261,6 +295,11 @@ class ExpertKernel:
         }
         return kernel(KernelSource("expert", defines), "expert", self.device, nbytes)
 
+    def prepare(self, modulation: Tensor) -> None:
+        """Fill the tables that depend on `modulation`, before a call with it."""
+        check("expert", modulation=(modulation, (self.steps, 2 * self.weights.layers + 1, 3, WIDTH)))
+        self._shifts.fill(self.weights, modulation)
+
     def __call__(
         self,
         modulation: Tensor,
@@ -275,7 +314,7 @@ class ExpertKernel:
         """actions = all Euler steps from noise.
 
         Args:
-            modulation: float32[steps, 2 * layers + 1, 3, width]: scale, shift, gate.
+            modulation: float32[steps, 2 * layers + 1, 3, width]: scale, shift, gate; that of the last `prepare`.
             rope: bf16[rows, head_dim]: cosines, then sines, of the chunk's positions.
             prefix_key, prefix_value: bf16[layers, at most capacity, head_dim].
             valid: int32[1], rows of the prefix that take part; at most capacity.
@@ -303,10 +342,11 @@ class ExpertKernel:
             self._launch(tensors, scratch, phase)
 
     def _launch(self, tensors: tuple[Tensor, ...], scratch: ExpertScratch, phase: int) -> None:
-        w = self.weights
+        w, shifts = self.weights, self._shifts
         self.kernel.launch(
             self.clusters, self.threads,
-            w.project, w.output, w.gate_up, w.down, w.enter_weight, w.enter_bias, w.leave_weight, w.leave_bias,
-            *tensors, scratch.words, scratch.sync, tensors[2].stride(0) // HEAD_DIM, self.steps, phase,
+            w.project, w.output, w.gate_up, w.down, w.enter_weight, w.enter_bias, w.leave_weight, shifts.leave,
+            tensors[0], shifts.project, shifts.gate_up, *tensors[1:], scratch.words, scratch.sync,
+            tensors[2].stride(0) // HEAD_DIM, self.steps, phase,
             cluster=RANKS, overlap=self.overlap and phase > 0,
         )  # fmt: skip

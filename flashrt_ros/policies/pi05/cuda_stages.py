@@ -83,6 +83,12 @@ class CudaStages(Pi05Stages):
         """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own."""
         self.fuses_gate_up, self.gate_up_reason = False, reason
 
+    def checkpoint(self, arena: Arena, variant: Variant) -> None:
+        """Also the tables that the expert's kernel makes of the modulations."""
+        super().checkpoint(arena, variant)
+        if isinstance(self._expert, ExpertKernel):
+            self._expert.prepare(arena["modulation"])
+
     # -- vision --------------------------------------------------------------------------------------------------------
 
     def vision(self, arena: Arena, variant: Variant) -> None:
