@@ -46,14 +46,21 @@ def digests(*kernels: str) -> dict[str, str]:
 
 
 def graph_of(body: Callable[[int], object], count: int) -> Callable[[], None]:
-    """`body(0)` … `body(count - 1)` as one CUDA graph, ready to be replayed; `body(0)` has run once before."""
+    """`body(0)` … `body(count - 1)` as one CUDA graph, ready to be replayed; `body(0)` has run once before.
+
+    What is returned keeps `body`: a graph knows addresses only, and what `body` alone holds must live as long.
+    """
     body(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with recording_into(graph):
         for index in range(count):
             body(index)
-    return graph.replay
+
+    def replay(_read: Callable[[int], object] = body) -> None:
+        graph.replay()
+
+    return replay
 
 
 def device_us(call: Callable[[], object], repeats: int) -> list[float]:

@@ -1,7 +1,8 @@
 """The action expert of π0.5 as one resident grid, at its true size with seeded weights: time, equal bits, distance.
 
 Run: `python benchmarks/expert.py` on a GPU (writes benchmarks/results/h200_expert.json on an H200). `--rows N[,N]`
-measures some chunk lengths only and writes nothing. `--show` prints the table of a result, without a GPU.
+measures some chunk lengths only, `--formats N[,N]` some formats of the weights: 16 bits, 8 (E4M3) or 4 (NVFP4);
+nothing is written then. `--show` prints the table of a result, without a GPU.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -24,31 +25,35 @@ from torch import Tensor
 from flashrt_ros.measure.circumstances import significant
 from flashrt_ros.measure.tables import table
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import (
+from flashrt_ros.ops.cuda.expert import ExpertKernel, ExpertScratch
+from flashrt_ros.ops.cuda.expert_codes import Codes
+from flashrt_ros.ops.cuda.expert_packing import (
     ACTIONS,
     HEAD_DIM,
     HEADS,
     HIDDEN,
     INNER,
     WIDTH,
-    ExpertKernel,
-    ExpertScratch,
     ExpertWeights,
     pack,
 )
+from flashrt_ros.precision import e4m3, nvfp4
 
 PREFIXES = {10: 712, 50: 968}  # chunk length → prefix rows of two and of three views with 200 tokens
 LAYERS, STEPS = 18, 10
 COMPARED, TIMED = 30, 40
 ONE, PHASES = "one", "phases"
+FORMATS = (16, 8, 4)  # bits of the weights: bfloat16, E4M3 with a scale for each output, NVFP4
 _EPS, _THETA = 1e-6, 10000.0
+_MATRICES = ("qkv", "output", "gate_up", "down")
 
 PROTOCOL = (
     f"{LAYERS} layers, {STEPS} Euler steps, weights, prefix and noise drawn from a seed. p50_ms, min_ms: {TIMED} calls "
     "between device events, each finished before the next begins. launches: one for everything, or one for each phase, "
     f"in a CUDA graph, so that no host time is in it. equal_bits: all of {COMPARED} calls gave the bits of the first; "
     "as_one: phases gave the bits of the one launch. distance: of the flow (actions minus noise) from float32 PyTorch "
-    "with TF32 off and the same bfloat16 weights, relative."
+    "with TF32 off and the same weights, relative: bfloat16 (bits 16), or what codes of E4M3 with a scale for each "
+    "output (8) or of NVFP4 (4) stand for."
 )
 
 
@@ -57,7 +62,7 @@ class Expert:
     """Everything that the actions depend on.
 
     Args:
-        qkv, output, gate_up, down: bf16[layers, outputs, inputs].
+        qkv, output, gate_up, down: bf16[layers, outputs, inputs], or float32 that codes stand for.
         enter, leave: float32 weight [outputs, inputs] and bias of both ends.
         modulation: float32[steps, 2 * layers + 1, 3, width]: scale, shift, gate.
         rope: bf16[rows, head_dim], cosines, then sines.
@@ -77,9 +82,27 @@ class Expert:
     value: Tensor
     noise: Tensor
 
-    def packed(self) -> ExpertWeights:
-        """The weights as the kernel reads them."""
-        return pack(self.qkv, self.output, self.gate_up, self.down, self.enter, self.leave)
+    def packed(self, bits: int = 16) -> tuple[ExpertWeights, Expert]:
+        """The weights as the kernel reads them, and the expert whose weights are what those stand for."""
+        matrices = {name: getattr(self, name) for name in _MATRICES}
+        if bits == 16:
+            return pack(**matrices, enter=self.enter, leave=self.leave), self
+        made = {name: quantised(matrix, bits) for name, matrix in matrices.items()}
+        codes, values = ({name: pair[i] for name, pair in made.items()} for i in range(2))
+        return pack(**codes, enter=self.enter, leave=self.leave), replace(self, **values)
+
+
+def quantised(matrices: Tensor, bits: int) -> tuple[Codes, Tensor]:
+    """Codes of float[layers, outputs, inputs], and float32 that they stand for."""
+    outputs = matrices.shape[1]
+    if bits == 8:
+        pairs = [e4m3.quantise_weight(matrix, by_channel=True) for matrix in matrices]
+        codes, scales = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return Codes(codes, scales), e4m3.decode(codes) * scales[..., None]
+    made = [nvfp4.quantise_weight(matrix) for matrix in matrices]
+    factor = torch.stack([each.tensor_scale.expand(outputs) for each in made])
+    stored = Codes(torch.stack([each.packed for each in made]), factor, torch.stack([each.scales for each in made]))
+    return stored, torch.stack([each.decode() for each in made])
 
 
 def draw(rows: int, prefix: int, device: torch.device, layers: int = LAYERS, steps: int = STEPS) -> Expert:
@@ -182,10 +205,10 @@ def call_of(expert: Expert, weights: ExpertWeights, launches: str) -> tuple[Call
     return (body if launches == ONE else graph_of(body, 1)), actions
 
 
-def measure(rows: int, prefix: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """One launch, then phase by phase."""
-    expert = draw(rows, prefix, device)
-    truth, weights = reference(expert), expert.packed()
+def measure(rows: int, prefix: int, device: torch.device, bits: int = 16) -> Iterator[dict[str, Any]]:
+    """One launch, then phase by phase, with weights of so many bits."""
+    weights, expert = draw(rows, prefix, device).packed(bits)
+    truth = reference(expert)
     one: Tensor | None = None
     for launches in (ONE, PHASES):
         call, actions = call_of(expert, weights, launches)
@@ -194,6 +217,7 @@ def measure(rows: int, prefix: int, device: torch.device) -> Iterator[dict[str, 
         found = {
             "rows": rows,
             "prefix": prefix,
+            "bits": bits,
             "launches": launches,
             "p50_ms": significant(median_high(times) / 1e3),
             "min_ms": significant(min(times) / 1e3),
@@ -218,9 +242,17 @@ def equal_bits(call: Callable[[], object], actions: Tensor) -> bool:
 
 def shown(result: Mapping[str, Any]) -> str:
     """A result as a table."""
-    header = ("rows", "prefix", "launches", "p50 ms", "min ms", "distance", "equal bits", "as one")
-    keys = ("rows", "prefix", "launches", "p50_ms", "min_ms", "distance", "equal_bits", "as_one")
-    return table(header, [[case.get(key) for key in keys] for case in result["cases"]])
+    header = ("rows", "prefix", "bits", "launches", "p50 ms", "min ms", "distance", "equal bits", "as one")
+    keys = ("rows", "prefix", "bits", "launches", "p50_ms", "min_ms", "distance", "equal_bits", "as_one")
+    return table(header, [[{"bits": 16, **case}.get(key) for key in keys] for case in result["cases"]])
+
+
+def chosen(asked: str, known: Collection[int], what: str) -> list[int]:
+    """Numbers of a list with commas, all of `known` if it is empty; ValueError for one that is not known."""
+    for name in asked.split(",") if asked else ():
+        if name not in map(str, known):
+            raise ValueError(f"{what} '{name}'; there are: {', '.join(map(str, known))}")
+    return [int(name) for name in asked.split(",")] if asked else list(known)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -228,24 +260,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="chunk lengths with commas between; nothing is written then")
     parser.add_argument(
+        "--formats", default="", help="bits of the weights with commas between: 16, 8, 4; nothing is written then"
+    )
+    parser.add_argument(
         "--show", type=Path, nargs="?", const=RESULTS / "h200_expert.json", help="print a result (default: the H200's)"
     )
     args = parser.parse_args(arguments)
-    chosen = args.rows.split(",") if args.rows else list(map(str, PREFIXES))
-    unknown = [rows for rows in chosen if rows not in map(str, PREFIXES)]
-    if unknown:
-        parser.error(f"no prefix is known for '{unknown[0]}' rows; there are: {', '.join(map(str, PREFIXES))}")
+    try:
+        lengths = chosen(args.rows, PREFIXES, "no prefix is known for rows")
+        formats = chosen(args.formats, FORMATS, "no format of weights has bits")
+    except ValueError as error:
+        parser.error(str(error))
     if args.show is not None:
         print(shown(json.loads(args.show.read_text())))
         return
     device = gpu("expert")
     name = torch.cuda.get_device_name(device)
     try:
-        cases = [case for rows in map(int, chosen) for case in measure(rows, PREFIXES[rows], device)]
+        cases = [case for rows in lengths for bits in formats for case in measure(rows, PREFIXES[rows], device, bits)]
     except KernelError as error:
         sys.exit(f"expert: {str(error).splitlines()[0]}")
     result = {"device": name, "layers": LAYERS, "steps": STEPS, "sources": digests("expert"), "cases": cases}
-    if not args.rows:
+    if not args.rows and not args.formats:
         write_result(result_name("expert", name), result, PROTOCOL)
     print(shown(result))
     if not all(case["equal_bits"] and case.get("as_one", True) for case in cases):

@@ -3,21 +3,21 @@
 // A step is: enter | (project, attend, output, gate_up, down) x layers | leave. The grid consists of clusters of eight
 // blocks. A cluster computes some outputs of a product, each of its blocks with an eighth of the inputs; the parts meet in
 // the shared memory of the block that owns the output. So a block reads an eighth of the rows only, and a phase ends with
-// one exchange inside the cluster and one between clusters (see grid.cuh), neither of which needs a fence or a flag in
-// front of the reader. The weights depend on nothing: one producer thread a block streams them through a ring in shared
-// memory, across phases, layers and steps. Launching the phases one by one computes the same bits, and so does any number
-// of clusters.
+// one exchange inside the cluster and one between clusters (see grid.cuh), neither of which needs a flag in front of the
+// reader; one fence a layer is for the resets behind them. The weights depend on nothing: one producer thread a block
+// streams them through a ring in shared memory, across phases, layers and steps. Launching the phases one by one computes
+// the same bits, and so does any number of clusters.
 //
-// The residual stays in float, in the registers of the threads that own it. The adaptive norm rides on the product behind
-// it: the operands are x * (1 + scale), the row's 1 / rms is applied to the sum, and the shift is one more row.
+// The residual stays in float, in registers: every cluster has all of it, and adds the same sums in the same order. The
+// adaptive norm rides on the product behind it: the operands are x * (1 + scale), the row's 1 / rms is applied to the sum,
+// and what the shift gives behind the product is in a table, as it depends on weights and step alone.
 //
-// Features and sums are permuted when weights are packed so that every access is 16 bytes wide:
-//   tile [group 32][output 8][quad 4][8]: input = group * 32 + quad * 8 + 0..7
 // Query and key features come in rotary pairs (i, i + 128).
 //
-// ROWS: rows of the chunk. KEYS: keys that a block may have. LAYERS: number of layers. CLUSTERS: size of the grid.
-// RESIDENT: one launch runs all phases; otherwise a launch runs one. STAGES: depth of the ring. SHARED_BYTES: shared memory
-// of a block.
+// ROWS: rows of the chunk; OPERAND_ROWS: those in whole groups of eight. KEYS: keys that a block may have. LAYERS: number of
+// layers. CLUSTERS: size of the grid. RESIDENT: one launch runs all phases; otherwise a launch runs one. STAGES: depth of the
+// ring. SHARED_BYTES: shared memory of a block. PROJECT_BITS, OUTPUT_BITS, GATE_UP_BITS, DOWN_BITS: of a product's weights,
+// 16 for bfloat16, 8 for E4M3 or 4 for NVFP4; activations are bfloat16.
 #include "expert_attention.cuh"
 #include "expert_plan.cuh"
 #include "expert_products.cuh"
@@ -68,13 +68,16 @@ __device__ __forceinline__ void project(Consumer& c, const Position& at) {
   const int early_tile = tile_of(c.warp / kRowBlocks), early_row = c.warp % kRowBlocks * 8 + c.row;
   const Turn early = turn_of(c, early_tile, early_row);
   const float2 early_shift = shift_of<Project>(c, at, c.plan.project_shift, early_tile);
-  multiply_normalised<Project>(c, at, [&](const Arrived& arrived, int slot, int row) {
+  const auto factor = [&](int tile) { return factor_of<Project>(c, at, c.plan.project_factor, tile); };
+  const auto fetch = [&] { return factor(tile_of(c.warp / kRowBlocks)); };
+  multiply_normalised<Project>(c, at, fetch, [&](const Arrived& arrived, const float2& early_factor, int slot, int row) {
     const int tile = tile_of(slot);
     const bool is_early = tile == early_tile && row == early_row;
     const Turn turn = is_early ? early : turn_of(c, tile, row);
     const float2 shift = is_early ? early_shift : shift_of<Project>(c, at, c.plan.project_shift, tile);
+    const float2 scale = is_early ? early_factor : factor(tile);
     const int existing = min(row, ROWS - 1);
-    const float2 v = arrived.value(c, slot, existing, arrived.inverse_rms(existing), shift);
+    const float2 v = arrived.value<Project>(c, slot, existing, arrived.inverse_rms(existing), scale, shift);
     store_projection(c, copy, tile, row, v, turn);
   });
 }
@@ -82,8 +85,13 @@ __device__ __forceinline__ void project(Consumer& c, const Position& at) {
 // Parts of attended @ output.
 __device__ __forceinline__ void output(Consumer& c, const Position& at) {
   c.fetch_norm(at.step, 2 * at.layer + 1);
-  multiply_added<Output>(c, at, kAttended);
+  multiply_added<Output>(c, at, kAttended, c.plan.output_factor);
 }
+
+// Of two neighbouring outputs of gate, and of up.
+struct Factors {
+  float2 gate, up;
+};
 
 // hidden = gelu(norm(x) @ gate) * (norm(x) @ up).
 __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
@@ -92,18 +100,24 @@ __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
   const int early_unit = unit_of(c.warp / kRowBlocks);
   const float2 early_gate = shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * early_unit),
                early_up = shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * early_unit + 1);
-  multiply_normalised<GateUp>(c, at, [&](const Arrived& arrived, int slot, int row) {
+  const auto factors = [&](int unit) {
+    return Factors{factor_of<GateUp>(c, at, c.plan.gate_up_factor, 2 * unit),
+                   factor_of<GateUp>(c, at, c.plan.gate_up_factor, 2 * unit + 1)};
+  };
+  const auto fetch = [&] { return factors(unit_of(c.warp / kRowBlocks)); };
+  multiply_normalised<GateUp>(c, at, fetch, [&](const Arrived& arrived, const Factors& early_factors, int slot, int row) {
     if (row >= ROWS) return;
     const int unit = unit_of(slot);
     const bool is_early = unit == early_unit;
     const float2 gate_shift = is_early ? early_gate : shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * unit),
                  up_shift = is_early ? early_up : shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * unit + 1);
+    const Factors scale = is_early ? early_factors : factors(unit);
     const float inverse = arrived.inverse_rms(row);
-    const float2 gate = arrived.value(c, 2 * slot, row, inverse, gate_shift),
-                 up = arrived.value(c, 2 * slot + 1, row, inverse, up_shift);
+    const float2 gate = arrived.value<GateUp>(c, 2 * slot, row, inverse, scale.gate, gate_shift),
+                 up = arrived.value<GateUp>(c, 2 * slot + 1, row, inverse, scale.up, up_shift);
     const int offset = row * kHidden + unit * kTile + c.quad * 2;
     exchange(c.rows(kHiddenWords, kHidden, copy) + offset, c.rows(kHiddenWords, kHidden, copy ^ 1) + offset,
-             pack_bf16(gelu_tanh(gate.x) * up.x, gelu_tanh(gate.y) * up.y));
+             pack_bf16(lifted<Down>(gelu_tanh(gate.x) * up.x), lifted<Down>(gelu_tanh(gate.y) * up.y)));
   });
   if (!kResident || at.layer + 1 < LAYERS) c.free_values();
   c.resets_done();
@@ -112,7 +126,7 @@ __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
 // Parts of hidden @ down.
 __device__ __forceinline__ void down(Consumer& c, const Position& at) {
   c.fetch_norm(at.step, 2 * at.layer + 2);
-  multiply_added<Down>(c, at, kHiddenWords);
+  multiply_added<Down>(c, at, kHiddenWords, c.plan.down_factor);
 }
 
 // -- where a step ends -------------------------------------------------------------------------------------------------------
@@ -240,12 +254,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
            const float* leave_weight, const float* leave_bias, const float* modulation, const float* project_shift,
            const float* gate_up_shift, const bf16* rope,
            const bf16* prefix_key, const bf16* prefix_value, const int* valid, const float* noise, float* actions,
-           u32* words, u32* sync, int capacity, int steps, int phase) {
+           u32* words, u32* sync, int capacity, int steps, int phase,
+           const float* project_factor, const float* output_factor, const float* gate_up_factor,
+           const float* down_factor) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Plan plan{project_weight, output_weight, gate_up_weight, down_weight, enter_weight, enter_bias, leave_weight,
-                  leave_bias,     modulation, project_shift, gate_up_shift,   rope,           prefix_key,  prefix_value, valid,      noise,
-                  actions,        words,         sync,           capacity,    steps,        phase};
+                  leave_bias, modulation, project_shift, gate_up_shift, rope, prefix_key, prefix_value, valid, noise,
+                  actions, words, sync, capacity, steps, phase, project_factor, output_factor, gate_up_factor,
+                  down_factor};
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(shared.full + s, 1);

@@ -186,7 +186,7 @@ __device__ __forceinline__ void join(const Consumer& c, const Position& at, cons
     }
     const int offset = all * kHeadDim + c.rank * kDims + pair * 2;
     exchange(c.rows(kAttended, kInner, copy) + offset, c.rows(kAttended, kInner, copy ^ 1) + offset,
-             pack_bf16(__fdividef(sum.x, total), __fdividef(sum.y, total)));
+             pack_bf16(lifted<Output>(__fdividef(sum.x, total)), lifted<Output>(__fdividef(sum.y, total))));
   }
 }
 

@@ -1,12 +1,22 @@
 // Products of streamed weights with the operand rows, in registers. A unit is two tiles of outputs, which a warp multiplies
-// at once; a stage of the ring holds one chunk of the inputs of four units (see Product).
+// at once; a stage of the ring holds one chunk of the inputs of four units (see Product). OPERAND_ROWS: kOperandRows, as text.
 #pragma once
-#include "expert_plan.cuh"
+#include "expert_weights.cuh"
+
+// Many rows on Hopper: its own instructions read operands from shared memory for four warps at once. With few rows they are no
+// faster than the others (docs/performance.md).
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && OPERAND_ROWS > 16
+#define WARPGROUPS 1
+#define TILE_ROWS OPERAND_ROWS
+#include "wgmma.cuh"
+#else
+#define WARPGROUPS 0
+#endif
+static_assert(OPERAND_ROWS == kOperandRows, "the host computes the same");
 
 // Sums of a warp: sums[4 * block + i] is output lane / 4 of tile i / 2 of a unit, and operand row
 // 8 * block + 2 * (lane % 4) + i % 2.
 constexpr int kSums = 4 * kRowBlocks;
-constexpr int kSteps = kChunk / 16;  // of sixteen inputs, in a chunk
 constexpr int kStageUnits = kStageTiles / 2;
 
 // Where this lane's row of the matrices of each step lies, in the first chunk: for two blocks of eight rows, both groups
@@ -43,7 +53,7 @@ __device__ __forceinline__ void multiply_step(float (&sums)[kSums], const uint4&
 template <typename P>
 struct Unit {
   int tiles, shift, member;  // tiles of its stage, log2 of the chunks in it, and which of its units this is
-  u32 first, lane_offset;    // stage of the first chunk; this lane's row in both tiles of eight inputs, then of the next eight
+  u32 first, lane_offset;    // stage of the first chunk; where a chunk has what this lane loads
 
   __device__ __forceinline__ Unit(const Consumer& c, int unit) {
     const int group = unit / kStageUnits;
@@ -51,16 +61,19 @@ struct Unit {
     tiles = min(kStageTiles, c.count<P>() - group * kStageTiles);
     shift = P::log2_chunks_in_stage(tiles);
     first = c.stages + group * P::kChunks;
-    lane_offset = (2 * member + c.lane / 8 % 2) * kChunkBytes + c.lane / 16 * 128 + c.lane % 8 * 16;
+    lane_offset = Weights<P::kBits>::offset(member, c.lane);
   }
 
   __device__ __forceinline__ int inside(int chunk) const { return chunk & (1 << shift) - 1; }
   __device__ __forceinline__ u32 stage(int chunk) const { return first + (chunk >> shift); }
 
-  // Waits for the weights of a chunk, and says where they are.
-  __device__ __forceinline__ u32 await(const Consumer& c, int chunk, const Spot& spot) const {
+  // Waits for the weights of a chunk, and says where they are: those of the stage, or what this lane loads of them.
+  __device__ __forceinline__ u32 await_all(const Consumer& c, int chunk, const Spot& spot) const {
     c.ring.wait(stage(chunk), spot);
-    return shared_address(c.ring.stage(spot)) + inside(chunk) * tiles * kChunkBytes + lane_offset;
+    return shared_address(c.ring.stage(spot)) + inside(chunk) * tiles * P::kChunkBytes;
+  }
+  __device__ __forceinline__ u32 await(const Consumer& c, int chunk, const Spot& spot) const {
+    return await_all(c, chunk, spot) + lane_offset;
   }
 
   // Every stage gets kArrivals arrivals: the first that there must be counts for those that there are not.
@@ -75,20 +88,15 @@ template <typename P, typename Rows>
 __device__ __forceinline__ void multiply_two_chunks(const Consumer& c, float (&sums)[2][kSums], const Unit<P>& unit, int chunk,
                                                     const Rows& rows) {
   const Spot spot = c.ring.spot(unit.stage(chunk)), next = unit.shift > 0 ? spot : c.ring.behind(spot);
-  const u32 from[2] = {unit.await(c, chunk, spot), unit.await(c, chunk + 1, next)};
-  u32 loaded[2];
+  Weights<P::kBits> weights[2] = {{c.lane, unit.await(c, chunk, spot)}, {c.lane, unit.await(c, chunk + 1, next)}};
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint4 weights = load_matrices(from[i] + s * 256);
-      loaded[i] = weights.w;
-      multiply_step(sums[i], weights, rows(i, s), 0);
-    }
+    for (int i = 0; i < 2; ++i) multiply_step(sums[i], weights[i].step(s), rows(i, s), 0);
   }
   __syncwarp();
-  unit.release(c, chunk, spot, loaded[0]);
-  unit.release(c, chunk + 1, next, loaded[1]);
+  unit.release(c, chunk, spot, weights[0].loaded);
+  unit.release(c, chunk + 1, next, weights[1].loaded);
 }
 
 // -- few rows: a warp multiplies whole units, or half of the inputs of one where there are many ------------------------------
@@ -200,18 +208,16 @@ __device__ __forceinline__ void multiply_many_rows(const Consumer& c, float (&su
 #pragma unroll
   for (int chunk = 0; chunk < P::kChunks; ++chunk) {
     const Spot spot = c.ring.spot(unit.stage(chunk));
-    const u32 from = unit.await(c, chunk, spot);
-    u32 loaded;
+    Weights<P::kBits> weights(c.lane, unit.await(c, chunk, spot));
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const uint4 weights = load_matrices(from + s * 256);
-      loaded = weights.w;
+      const uint4 of_step = weights.step(s);
 #pragma unroll
       for (int block = 0; block < kRowBlocks; block += 2)
-        multiply_step(sums, weights, operands.load(chunk, s, block), block);
+        multiply_step(sums, of_step, operands.load(chunk, s, block), block);
     }
     __syncwarp();
-    unit.release(c, chunk, spot, loaded);
+    unit.release(c, chunk, spot, weights.loaded);
   }
 }
 
@@ -226,12 +232,139 @@ __device__ __forceinline__ void multiply_in_teams(const Consumer& c, const Finis
   }
 }
 
+// -- many rows on Hopper: four warps multiply a stage ---------------------------------------------------------------------
+
+#if WARPGROUPS
+constexpr int kGroups = kWarps / 4;
+static_assert(kStageUnits == 4, "a warp's sixteen rows of the product are a unit");
+
+// The matrices of a stage of bfloat16, eight outputs by eight inputs, lie one behind the other without a swizzle: 128 bytes to
+// the next eight inputs (in the low word of a descriptor), a tile's chunk to the next eight outputs (in the high one).
+constexpr u32 kNextInputs = 128 >> 4 << 16;
+#define WG_NEXT_OUTPUTS "0x00000040"
+static_assert(chunk_bytes(16) >> 4 == 0x40, "as the descriptor says");
+
+// Addresses in a cluster also say which block is meant, above the bits that a descriptor has room for.
+__device__ __forceinline__ u32 matrices_start(u32 shared) { return tile_start(shared & 0x3ffff) | kNextInputs; }
+
+// Starts d += weights * rows^T for sixteen inputs. `multiply` of wgmma.cuh says how `d` is laid out: as the sums of a unit.
+__device__ __forceinline__ void multiply_stored(float (&d)[kSums], u32 weights, u32 rows, u32 accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %2, 0;\n"
+      "mov.b64 a, {%0, " WG_NEXT_OUTPUTS "};\nmov.b64 b, {%1, " WG_TILE_HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n" WG_STRING(TILE_ROWS) WG_SHAPE
+      "{" WG_OF(WG_NAMES_, TILE_ROWS) "}, a, b, p, 1, 1" WG_MAJOR ";\n}"
+      : "+r"(weights), "+r"(rows), "+r"(accumulate), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
+}
+
+// The same with this warp's weights in registers, two words each; `d` must have begun. They must stay as they are until the
+// product has ended, and are outputs only because the lists count from the operand behind them.
+__device__ __forceinline__ void multiply_held(float (&d)[kSums], u64& first, u64& second, u32 rows) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b32 a0, a1, a2, a3;\n.reg .b64 b;\nsetp.eq.b32 p, 0, 0;\nmov.b64 b, {%0, " WG_TILE_HIGH "};\n"
+      "mov.b64 {a0, a1}, %1;\nmov.b64 {a2, a3}, %2;\n"
+      "wgmma.mma_async.sync.aligned.m64n" WG_STRING(TILE_ROWS) WG_SHAPE
+      "{" WG_OF(WG_NAMES_, TILE_ROWS) "}, {a0, a1, a2, a3}, b, p, 1, 1, 0;\n}"
+      : "+r"(rows), "+l"(first), "+l"(second), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
+}
+
+__device__ __forceinline__ u64 joined(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
+
+// All of these words are in registers here.
+__device__ __forceinline__ void hold(u64 (&first)[kSteps], u64 (&second)[kSteps]) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) asm volatile("" : "+l"(first[s]), "+l"(second[s])::"memory");
+}
+
+// What a group of four warps does with the stages of its units.
+template <typename P>
+struct Group {
+  const Consumer& c;
+  Unit<P> unit;  // this warp's
+  u32 operands = tile_start(shared_address(c.shared.operands));
+
+  __device__ __forceinline__ u32 rows(int chunk, int s) const {
+    return further(operands, chunk * kOperandBytesOfChunk + s * 32);
+  }
+
+  // Behind the last chunk of a stage. Every stage gets kArrivals arrivals.
+  __device__ __forceinline__ void release(int chunk, u32 loaded) const {
+    if (unit.inside(chunk + 1) == 0 && c.lane == 0)
+      c.ring.release(c.ring.spot(unit.stage(chunk)), loaded, c.warp % 4 == 0 ? kArrivals - 3 : 1);
+  }
+
+  // Weights as they lie in the ring. One chunk is on its way while the one before it ends.
+  __device__ __forceinline__ void multiply_bf16(float (&sums)[kSums]) const {
+#pragma unroll
+    for (int chunk = 0; chunk < P::kChunks; ++chunk) {
+      const u32 from = matrices_start(unit.await_all(c, chunk, c.ring.spot(unit.stage(chunk))));
+      __syncwarp();
+      products_begin();
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) multiply_stored(sums, further(from, s * 256), rows(chunk, s), chunk + s > 0);
+      products_commit();
+      if (chunk > 0) {
+        products_wait<1>();
+        release(chunk - 1, 0u);
+      }
+    }
+    products_finish(sums);
+    release(P::kChunks - 1, 0u);
+  }
+
+  // Codes, decoded by the warp that they are for.
+  __device__ __forceinline__ void multiply_codes(float (&sums)[kSums]) const {
+#pragma unroll
+    for (int chunk = 0; chunk < P::kChunks; ++chunk) {
+      Weights<P::kBits> weights(c.lane, unit.await(c, chunk, c.ring.spot(unit.stage(chunk))));
+      u64 first[kSteps], second[kSteps];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uint4 decoded = weights.step(s);
+        first[s] = joined(decoded.x, decoded.y);
+        second[s] = joined(decoded.z, decoded.w);
+      }
+      __syncwarp();
+      release(chunk, weights.loaded);
+      hold(first, second);  // all decoded, so that no product waits for the next one's weights
+      products_begin();
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) multiply_held(sums, first[s], second[s], rows(chunk, s));
+      products_commit();
+      products_finish(sums);
+      hold(first, second);
+    }
+  }
+};
+
+template <typename P, typename Finish>
+__device__ __forceinline__ void multiply_in_groups(const Consumer& c, const Finish& finish) {
+#pragma unroll 1
+  for (int group = c.warp / 4; group * kStageTiles < c.count<P>(); group += kGroups) {
+    const int unit = group * kStageUnits + c.warp % 4;
+    const Group<P> all{c, Unit<P>(c, unit)};
+    float sums[kSums] = {};
+    if constexpr (P::kBits == 16) {
+      all.multiply_bf16(sums);
+    } else {
+      all.multiply_codes(sums);
+    }
+    if (2 * unit < c.count<P>()) finish_unit<P>(c, sums, unit, finish);
+  }
+}
+#else
+template <typename P, typename Finish>
+__device__ __forceinline__ void multiply_in_groups(const Consumer&, const Finish&) {}
+#endif
+
 // -- either ------------------------------------------------------------------------------------------------------------------
 
 // Multiplies the tiles of this cluster; finish(tile, words) takes each of this warp's (see transpose_tile).
 template <typename P, typename Finish>
 __device__ __forceinline__ void multiply_tiles(const Consumer& c, const Finish& finish) {
-  if constexpr (!kFewRows) {
+  if constexpr (WARPGROUPS) {
+    multiply_in_groups<P>(c, finish);
+  } else if constexpr (!kFewRows) {
     multiply_in_teams<P>(c, finish);
   } else if constexpr (kPairs<P>) {
     multiply_halves<P>(c, finish);

@@ -25,22 +25,27 @@ enum Phase { kProject, kAttend, kOutput, kGateUp, kDown, kLeave };
 // of them with its eighth of the inputs, and a tile's owner in the cluster adds the eight parts.
 constexpr int kTile = 8, kStageTiles = 8;
 // Inputs come in chunks: a tile's part of one is eight matrices of eight inputs by eight outputs, as the matrix
-// instructions read them from shared memory.
-constexpr int kChunk = 64, kChunkBytes = kChunk * kTile * 2, kStageBytes = kStageTiles * kChunkBytes;
+// instructions read them from shared memory, or the codes of as many narrow weights (see expert_weights.cuh).
+constexpr int kChunk = 64;
+__host__ __device__ constexpr int chunk_bytes(int bits) {
+  return bits == 4 ? kChunk * kTile / 2 + kChunk / 16 * kTile : kChunk * kTile * bits / 8;
+}
 // Rows of the operand, in whole matrices. A row's part of a chunk is 128 bytes, in which groups of eight inputs are swizzled as
 // the matrix instructions expect.
 constexpr int kRowBlocks = ceil_div(ROWS, 8), kOperandRows = kRowBlocks * 8, kOperandBytesOfChunk = kOperandRows * kChunk * 2;
 // Few rows: every product is so short that its latency counts, not its work.
 constexpr bool kFewRows = kOperandRows <= 16;
 
-template <int TILES, int INPUTS, int UNIT, int PLACE>
-struct Product {  // UNIT: tiles that must have one owner; PLACE: in a Consumer's tables
+template <int TILES, int INPUTS, int UNIT, int PLACE, int BITS>
+struct Product {  // UNIT: tiles that must have one owner; PLACE: in a Consumer's tables; BITS: of a weight
   static constexpr int kTiles = TILES, kUnit = UNIT, kPlace = PLACE;
+  static constexpr int kBits = BITS, kChunkBytes = chunk_bytes(BITS);        // of a tile's part of a chunk
   static constexpr int kSlice = INPUTS / kRanks, kChunks = kSlice / kChunk;  // inputs of a block
   static constexpr int kMost = ceil_div(TILES / UNIT, kClusters) * UNIT;     // tiles of a cluster
   static constexpr int kSlots = ceil_div(kMost / UNIT, kRanks) * UNIT;       // tiles of an owner
   static_assert(kSlice % kChunk == 0 && TILES % UNIT == 0, "whole chunks and units");
   static_assert(kChunks == 2 || kChunks == 4 || kChunks == 8, "a power of two");
+  static_assert(BITS == 16 || BITS == 8 || BITS == 4, "bfloat16, E4M3 or NVFP4");
 
   static __device__ __forceinline__ int first(int cluster) { return cluster * (TILES / UNIT) / kClusters * UNIT; }
   static __device__ __forceinline__ int count(int cluster) { return first(cluster + 1) - first(cluster); }
@@ -56,10 +61,12 @@ struct Product {  // UNIT: tiles that must have one owner; PLACE: in a Consumer'
   }
 };
 
-using Project = Product<(kHeads + 2) * kHeadDim / kTile, kWidth, 1, 0>;
-using Output = Product<kWidth / kTile, kInner, 1, 1>;
-using GateUp = Product<2 * kHidden / kTile, kWidth, 2, 2>;
-using Down = Product<kWidth / kTile, kHidden, 1, 1>;  // tiles as those of Output
+using Project = Product<(kHeads + 2) * kHeadDim / kTile, kWidth, 1, 0, PROJECT_BITS>;
+using Output = Product<kWidth / kTile, kInner, 1, 1, OUTPUT_BITS>;
+using GateUp = Product<2 * kHidden / kTile, kWidth, 2, 2, GATE_UP_BITS>;
+using Down = Product<kWidth / kTile, kHidden, 1, 1, DOWN_BITS>;  // tiles as those of Output
+constexpr int kStageBytes = kStageTiles * max_of(max_of(Project::kChunkBytes, Output::kChunkBytes),
+                                                 max_of(GateUp::kChunkBytes, Down::kChunkBytes));
 constexpr int kArrivals = kStageTiles;  // at a stage, at most: one for each chunk in it and each warp that uses it
 
 // -- attention -----------------------------------------------------------------------------------------------------------
@@ -142,6 +149,8 @@ struct Plan {
   u32* words;                                              // exchanged memory, kUnwritten at first
   u32* sync;                                               // three zeros at first: parities, blocks that have left
   int capacity, steps, phase;  // `phase`: the one of this launch, unless the grid is resident
+  // [LAYERS][outputs]: what the sums of a product's codes are multiplied by; null where its weights are bfloat16.
+  const float *project_factor, *output_factor, *gate_up_factor, *down_factor;
 };
 
 // The grid is resident: one launch runs all phases. Otherwise a launch runs one.
@@ -168,7 +177,8 @@ __device__ __forceinline__ int end_phase(const Plan& plan) {
 
 // -- producer ------------------------------------------------------------------------------------------------------------
 
-constexpr int kUnderWay = min_of(4, STAGES);  // stages that a block fetches at once
+constexpr int kBytesUnderWay = 32768;  // that a block fetches at once: with fewer the memory idles
+constexpr int kUnderWay = min_of(kBytesUnderWay / kStageBytes, STAGES);
 // Warps begin with different stages, so that one may wait for a stage far ahead of what is claimed, and of what is on its
 // way.
 template <typename P>
@@ -178,18 +188,18 @@ constexpr int kFarthest =
     max_of(max_of(kFirstWait<Project>, kFirstWait<Output>), max_of(kFirstWait<GateUp>, kFirstWait<Down>)) + kUnderWay;
 using WeightRing = Ring<STAGES, kStageBytes, kFarthest>;
 
-// Visits what this block needs of one product, stage by stage: weights [layer][rank][chunk][tile][8][output 8][8].
+// Visits what this block needs of one product, stage by stage: weights [layer][rank][chunk][tile][P::kChunkBytes].
 template <typename P, typename Visitor>
 __device__ __forceinline__ void visit_product(Visitor& visitor, const unsigned char* weights, int piece, int cluster) {
   const int tiles = P::count(cluster);
   const unsigned char* from =
-      weights + (static_cast<u64>(piece) * P::kChunks * P::kTiles + P::first(cluster)) * kChunkBytes;
-  for (int tile = 0; tile < tiles; tile += kStageTiles, from += kStageTiles * kChunkBytes) {
-    const int count = min(kStageTiles, tiles - tile), each = P::chunks_in_stage(count), bytes = count * kChunkBytes;
+      weights + (static_cast<u64>(piece) * P::kChunks * P::kTiles + P::first(cluster)) * P::kChunkBytes;
+  for (int tile = 0; tile < tiles; tile += kStageTiles, from += kStageTiles * P::kChunkBytes) {
+    const int count = min(kStageTiles, tiles - tile), each = P::chunks_in_stage(count), bytes = count * P::kChunkBytes;
     for (int chunk = 0; chunk < P::kChunks; chunk += each) {
       visitor.begin(each * bytes);
       for (int i = 0; i < each; ++i)
-        visitor.piece(i * bytes, from + static_cast<u64>(chunk + i) * P::kTiles * kChunkBytes, bytes);
+        visitor.piece(i * bytes, from + static_cast<u64>(chunk + i) * P::kTiles * P::kChunkBytes, bytes);
     }
   }
 }
@@ -224,7 +234,8 @@ struct Producer {
 
 // Another one runs ahead of it and fetches what the ring has no room for into the second-level cache: the memory keeps
 // busy while the blocks exchange, and what comes in a hurry has a short way.
-constexpr u32 kCachedStages = 12;  // more than twice as many are slower than none
+constexpr int kCachedBytes = 98304;  // ahead: more than twice as many are slower than none
+constexpr u32 kCachedStages = kCachedBytes / kStageBytes;
 struct Prefetcher {
   const WeightRing& ring;
   u32 next = 0;

@@ -10,18 +10,28 @@ __device__ __forceinline__ unsigned char* operand(const Consumer& c, int row, in
   return c.shared.operands + group / 8 * kOperandBytesOfChunk + row * 128 + (group % 8 ^ row % 8) * 16;
 }
 
+// Behind writes to the operands, in front of a barrier: products of four warps read shared memory in a way of their own.
+__device__ __forceinline__ void publish_operands() {
+  if (WARPGROUPS) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Writes this lane's four inputs of one row.
 __device__ __forceinline__ void store_inputs(const Consumer& c, int row, const float4& v) {
   *reinterpret_cast<uint2*>(operand(c, row, c.lane / 2) + c.lane % 2 * 8) =
       make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
 }
 
-// The residual times 1 + scale, as bfloat16.
+// The residual times 1 + scale, as bfloat16 operands of P.
+template <typename P>
 __device__ __forceinline__ void load_residual(Consumer& c, const Position& at) {
   update_residual(c, at);
 #pragma unroll
-  for (int i = 0; i < kRowsEach; ++i)
-    if (c.row_of_warp(i) < ROWS) store_inputs(c, c.row_of_warp(i), scaled(c, c.residual[i]));
+  for (int i = 0; i < kRowsEach; ++i) {
+    const float4 v = scaled(c, c.residual[i]);
+    if (c.row_of_warp(i) < ROWS)
+      store_inputs(c, c.row_of_warp(i), make_float4(lifted<P>(v.x), lifted<P>(v.y), lifted<P>(v.z), lifted<P>(v.w)));
+  }
+  publish_operands();
   c.block_barrier();
 }
 
@@ -81,6 +91,19 @@ __device__ __forceinline__ float2 collect(const Consumer& c, const float* parts,
   return sum;
 }
 
+// What the sums of two neighbouring outputs of narrow weights are multiplied by.
+template <typename P>
+__device__ __forceinline__ float2 factor_of(const Consumer& c, const Position& at, const float* table, int tile) {
+  if constexpr (P::kBits == 16) return make_float2(1.0f, 1.0f);
+  return __ldg(reinterpret_cast<const float2*>(table + (at.layer * P::kTiles + tile) * kTile) + c.quad);
+}
+
+template <typename P>
+__device__ __forceinline__ float2 scaled_sum(const float2& sum, const float2& factor) {
+  if constexpr (P::kBits == 16) return sum;
+  return make_float2(sum.x * factor.x, sum.y * factor.y);
+}
+
 // Calls visit(unit, row) for every row of the units that this block owns, a lane for each two outputs of a tile. Lanes whose row
 // does not exist come too. Warps begin from the first one, or from the last one.
 template <bool FROM_LAST, typename Visit>
@@ -103,9 +126,11 @@ struct Arrived {
     return rsqrtf(total / kWidth + kEps);
   }
 
-  // Two neighbouring outputs of norm(x) @ W: the row's factor is applied to the sum, and the shift's part is in a table.
-  __device__ __forceinline__ float2 value(const Consumer& c, int slot, int row, float inverse, const float2& shift) const {
-    const float2 y = collect(c, parts, slot, row);
+  // Two neighbouring outputs of norm(x) @ W: the row's factor is applied to the sum, and the rest is in tables.
+  template <typename P>
+  __device__ __forceinline__ float2 value(const Consumer& c, int slot, int row, float inverse, const float2& factor,
+                                          const float2& shift) const {
+    const float2 y = scaled_sum<P>(collect(c, parts, slot, row), factor);
     return make_float2(fmaf(y.x, inverse, shift.x), fmaf(y.y, inverse, shift.y));
   }
 };
@@ -142,33 +167,39 @@ __device__ __forceinline__ void reset_sums(const Consumer& c, const Position& at
   });
 }
 
-// norm(x) @ W for the tiles of this cluster; `store(arrived, unit, row)` stores what this block owns (see visit_owned).
-template <typename P, typename Store>
-__device__ __forceinline__ void multiply_normalised(Consumer& c, const Position& at, const Store& store) {
+// norm(x) @ W for the tiles of this cluster; `store(arrived, early, unit, row)` stores what this block owns (see visit_owned).
+// `early` is what `fetch()` gives, which is called when there is nothing left to multiply, and before the wait.
+template <typename P, typename Fetch, typename Store>
+__device__ __forceinline__ void multiply_normalised(Consumer& c, const Position& at, const Fetch& fetch, const Store& store) {
   const Place place = c.place(at), sums{place.parts + kSquares, place.barrier, place.parity};
   const int slots = c.owned<P>();
   c.expect(place, (slots * kPartFloats + kSquares) * 4);
-  load_residual(c, at);
+  load_residual<P>(c, at);
   multiply_for_owners<P>(c, sums);
   send_squares(c, place.parts, c.shared.parts + place.barrier);
   c.stages += P::stages(c.count<P>());
+  const auto early = fetch();
   c.await(place);
   const Arrived arrived{sums.parts, place.parts};
-  visit_owned<false>(c, slots / P::kUnit, [&](int unit, int row) { store(arrived, unit, row); });
+  visit_owned<false>(c, slots / P::kUnit, [&](int unit, int row) { store(arrived, early, unit, row); });
   reset_sums(c, at);
 }
 
 // -- a product that is added to the residual -------------------------------------------------------------------------------
 
-// y = rows @ W, whose inputs are bfloat16 rows of the buffer at word `buffer`.
+// y = rows @ W, whose inputs are bfloat16 rows of the buffer at word `buffer`; `factors` are those of narrow weights.
 template <typename P>
-__device__ __forceinline__ void multiply_added(Consumer& c, const Position& at, int buffer) {
+__device__ __forceinline__ void multiply_added(Consumer& c, const Position& at, int buffer, const float* factors) {
   constexpr int kInputs = P::kSlice * kRanks;
+  const auto factor = [&](int slot) {
+    return factor_of<P>(c, at, factors, min(c.first<P>() + slot * kRanks + c.rank, P::kTiles - 1));
+  };
   const Place place = c.place(at);
   c.expect(place, c.owned<P>() * kPartFloats * 4);
   c.begin();
   c.block_barrier();  // warps that poll early would slow down those that still store
   load_rows<P::kSlice / 256>(c, c.rows(buffer, kInputs, c.layer_copy(at)) + c.rank * P::kSlice, kInputs);
+  publish_operands();
   if (at.phase == kDown) {
     c.fence_barrier();
   } else {
@@ -176,10 +207,12 @@ __device__ __forceinline__ void multiply_added(Consumer& c, const Position& at, 
   }
   multiply_for_owners<P>(c, place);
   c.stages += P::stages(c.count<P>());
+  const int early_slot = c.warp / kRowBlocks;
+  const float2 early = factor(early_slot);  // fetched before the wait
   c.await(place);
   visit_owned<false>(c, c.owned<P>(), [&](int slot, int row) {
     if (row >= ROWS) return;
-    const float2 sum = collect(c, place.parts, slot, row);
+    const float2 sum = scaled_sum<P>(collect(c, place.parts, slot, row), slot == early_slot ? early : factor(slot));
     store_relaxed(owned_sums(c, c.sums(at), slot) + row * kWidth, __float_as_uint(sum.x), __float_as_uint(sum.y));
   });
 }

@@ -122,3 +122,38 @@ __device__ __forceinline__ void products_finish(float (&d)[TILE_ROWS / 2]) {
   products_wait<0>();
   asm volatile("" : "+r"(unused), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
 }
+
+// -- A from registers -------------------------------------------------------------------------------------------------
+
+// A tile of B whose rows are the inner dimension: columns in blocks of 64, a block's rows 128 bytes each and swizzled
+// like those above. Its start also says, in bits 16 to 29, how many bytes lie between two blocks; the high word's 1024
+// bytes then lie between groups of 8 rows. This is the canonical layout "MN-major, swizzle 128 B" of the PTX ISA, in
+// CUTLASS's words ((8,n),(8,k)):((1,LBO),(8,SBO)) in units of 16 bytes (make_gmma_desc, mma_traits_sm90_gmma.hpp).
+__device__ __forceinline__ u32 wide_start(u32 shared, u32 block_bytes) {
+  return (tile_start(shared) & 0x3fff) | tile_start(block_bytes) << 16;  // no bit of the start may reach the distance
+}
+
+// Starts d += a * b for 16 rows of a tile of B with 256 columns. a: two bfloat16 a word, rows lane / 4, then 8 further,
+// of inner columns 2 * (lane % 4) + {0, 1}, then the same 8 columns further. d as in `multiply`; three operands stand
+// in front of it because the lists count from there. The words of `a` must be inputs only: as outputs they would need
+// registers of their own, and the compiler, short of them, would let one product wait for the other.
+__device__ __forceinline__ void multiply_wide(float (&d)[128], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
+  u32 accumulate = 1, unused = 0;
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %1, 0;\nmov.b64 b, {%0, " WG_TILE_HIGH "};\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WG_NAMES_256
+      "}, {%131, %132, %133, %134}, b, p, 1, 1, 1;\n}"  // the last 1: B is transposed
+      : "+r"(b), "+r"(accumulate), "+r"(unused), WG_SUMS_256
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3)
+      : "memory");
+}
+
+// Behind the wait for all products: the sums may be read, and the words that were A be overwritten.
+template <int WORDS>
+__device__ __forceinline__ void wide_finish(float (&d)[128], u32 (&a)[WORDS]) {
+  u32 unused = 0;
+  products_wait<0>();
+  asm volatile("" : "+r"(unused), WG_SUMS_256::"memory");
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}

@@ -95,7 +95,23 @@ def test_a_call_that_writes_only_a_part_is_noticed() -> None:
 def test_rows_without_a_known_prefix_are_refused() -> None:
     found = run("expert", "--rows", "10,11")
     assert found.returncode == 2
-    assert "no prefix is known for '11' rows; there are: 10, 50" in found.stderr
+    assert "no prefix is known for rows '11'; there are: 10, 50" in found.stderr
+
+
+def test_formats_that_do_not_exist_are_refused() -> None:
+    found = run("expert", "--formats", "8,6")
+    assert found.returncode == 2
+    assert "no format of weights has bits '6'; there are: 16, 8, 4" in found.stderr
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_narrow_weights_are_packed_from_what_the_reference_gets(drawn: Any, bits: int) -> None:
+    weights, narrow = drawn.packed(bits)
+    assert weights.bits == (bits,) * 4
+    for stream, name in ((weights.output, "output"), (weights.down, "down")):
+        torch.testing.assert_close(stream.matrix(1), getattr(narrow, name)[1], rtol=1e-6, atol=0.0)
+        off = (getattr(narrow, name) - getattr(drawn, name).float()).norm() / getattr(drawn, name).float().norm()
+        assert 0.001 < off < (0.04 if bits == 8 else 0.15)
 
 
 def test_the_committed_result_is_shown() -> None:
@@ -105,9 +121,9 @@ def test_the_committed_result_is_shown() -> None:
     lines = [line.split() for line in found.stdout.splitlines()[2:]]
     assert len(lines) == len(cases)
     for line, case in zip(lines, cases, strict=True):
-        assert line[:3] == [str(case["rows"]), str(case["prefix"]), case["launches"]]
-        assert float(line[3]) == pytest.approx(case["p50_ms"], rel=1e-3)
-        assert line[6] == str(case["equal_bits"]) == "True"
+        assert line[:4] == [str(case["rows"]), str(case["prefix"]), str(case.get("bits", 16)), case["launches"]]
+        assert float(line[4]) == pytest.approx(case["p50_ms"], rel=1e-3)
+        assert line[7] == str(case["equal_bits"]) == "True"
 
 
 @pytest.mark.gpu
@@ -115,8 +131,9 @@ def test_the_committed_result_is_shown() -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
     reason="needs a GPU of compute capability 9.0",
 )
-def test_both_ways_to_launch_are_measured() -> None:
-    cases = list(expert.measure(10, 712, torch.device("cuda", 0)))
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_both_ways_to_launch_are_measured(bits: int) -> None:
+    cases = list(expert.measure(10, 712, torch.device("cuda", 0), bits))
     assert [case["launches"] for case in cases] == [expert.ONE, expert.PHASES]
     assert all(case["equal_bits"] and 0 < case["min_ms"] <= case["p50_ms"] for case in cases)
     assert cases[1]["as_one"] is True

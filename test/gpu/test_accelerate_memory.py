@@ -15,6 +15,7 @@ from torch import Tensor
 from flashrt_ros.accelerate import Observation
 from flashrt_ros.accelerate.graph import CapturedCall
 from flashrt_ros.accelerate.structures.pi05 import _call
+from test.benchmarks.scripts import module
 from test.gpu.fused import DEVICE, NEEDS_KERNELS, distance
 from test.gpu.short import short_pi05
 
@@ -43,6 +44,21 @@ def test_a_graph_keeps_what_only_its_call_holds() -> None:
     call = CapturedCall(product(), ((x,), {}), DEVICE)
     blocks = spoil_free_memory()
     torch.testing.assert_close(call(x), expected, rtol=1e-3, atol=1e-3)
+    assert blocks
+
+
+def test_a_benchmarks_graph_keeps_what_only_its_body_holds() -> None:
+    out = torch.zeros(256, device=DEVICE)
+
+    def body() -> Callable[[int], object]:
+        ones = torch.ones(256, device=DEVICE)
+        return lambda index: out.copy_(ones)
+
+    replay = module("_gpu").graph_of(body(), 1)
+    blocks = spoil_free_memory()
+    out.zero_()
+    replay()
+    assert out.tolist() == [1.0] * 256
     assert blocks
 
 

@@ -16,8 +16,12 @@ from flashrt_ros.ops import reference_ops
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.rows import Quantiser
 from flashrt_ros.ops.report import KernelReport
-from flashrt_ros.policies.pi05.cuda_plan import FUSED, GATE_UP, ChosenStages, choose_stages
+from flashrt_ros.policies.pi05.cuda_attention import IMAGE
+from flashrt_ros.policies.pi05.cuda_attention import PREFIX as ATTENTION
+from flashrt_ros.policies.pi05.cuda_plan import FUSED, GATE_UP, LARGEST_DISTANCE, ChosenStages, choose_stages
 from flashrt_ros.policies.pi05.cuda_products import (
+    DECODED_ONCE,
+    IN_REGISTERS,
     CodesProduct,
     DecodedProduct,
     LibraryProduct,
@@ -39,7 +43,7 @@ pytestmark = [
 PARTS = ("vision", "prefix")
 VISION = {"vision.qkv": "fp8", "vision.output": "fp8", "vision.up": "fp8", "vision.down": "fp8, 3 parts"}
 PREFIX = {"prefix.qkv": "fp8", "prefix.output": "fp8", "prefix.gate_up": "fp8", "prefix.down": "fp8, 4 parts"}
-EXPERT = dict.fromkeys(("expert.qkv", "expert.output", "expert.gate_up", "expert.down"), "decoded once")
+EXPERT = dict.fromkeys(("expert.qkv", "expert.output", "expert.gate_up", "expert.down"), IN_REGISTERS)
 WIDE = ("*", "16-bit", "16-bit")
 
 
@@ -60,6 +64,7 @@ TIERS = {
         ("*.qkv.*", "nvfp4", "e4m3"), ("*.output.0", "e4m3_tensor", "e4m3"), ("prefix.down.0", "e4m3", "e4m3"),
         ("vision.up.0", "e4m3", "16-bit"), ("vision.down.*", "e4m3", "e4m3"), ("vision.up.1", "e4m3", "e4m3"),
     ),
+    "narrow expert": mixed(("expert.*", "nvfp4", "16-bit")),
     "wide hidden": mixed(("prefix.gate_up.0", "e4m3", "e4m3"), ("vision.up.*", "e4m3", "e4m3")),
 }  # fmt: skip
 
@@ -75,7 +80,9 @@ def chosen(made: Model, **switches: bool) -> tuple[Pi05Stages, tuple[KernelRepor
 
 
 def ways(reports: tuple[KernelReport, ...]) -> dict[str, str]:
-    return {report.op: report.kernel for report in reports if "." in report.op}
+    """How each kind of product is multiplied."""
+    attentions = (IMAGE, ATTENTION)
+    return {report.op: report.kernel for report in reports if "." in report.op and report.op not in attentions}
 
 
 @pytest.mark.parametrize("name", TIERS)
@@ -105,12 +112,24 @@ def test_the_report_says_how_every_product_is_multiplied() -> None:
     assert ways(chosen(narrow("wide hidden"))[1])["prefix.down"] == "cublaslt"
 
 
-def test_the_expert_runs_fused_and_says_that_its_weights_are_decoded() -> None:
-    for name in ("8-bit", "4-bit-expert"):
+def test_the_expert_runs_fused_and_says_how_it_reads_its_weights() -> None:
+    unrounded = "the expert's kernel takes 16-bit inputs: they are not rounded to e4m3"
+    for name, reason in (("8-bit", unrounded), ("4-bit-expert", ""), ("narrow expert", "")):
         reports = {report.op: report for report in chosen(narrow(name))[1]}
         assert reports["expert"].kernel == FUSED
-        assert reports["expert.down"].kernel == "decoded once"
-        assert "reads 16-bit weights" in reports["expert.down"].reason
+        assert (reports["expert.down"].kernel, reports["expert.down"].reason) == (IN_REGISTERS, reason)
+    reports = {report.op: report for report in chosen(narrow("every format"))[1]}
+    assert reports["expert.qkv"].kernel == IN_REGISTERS
+    assert reports["expert.output"].kernel == DECODED_ONCE
+    assert "its layers are e4m3_tensor and 16-bit" in reports["expert.output"].reason
+
+
+def test_an_expert_that_alone_is_narrow_gives_what_its_packed_reference_gives() -> None:
+    made = narrow("narrow expert")
+    stages = chosen(made)[0]
+    for seed in (1, 2):
+        got, expected = decide(stages, made, seed)["expert"], decide(reference(made), made, seed)["expert"]
+        assert distance(got, expected) < LARGEST_DISTANCE
 
 
 @pytest.mark.parametrize("name", ["8-bit", "4-bit", "every format", "wide hidden"])
@@ -164,7 +183,7 @@ def test_a_wrong_product_of_codes_is_found_by_the_self_test(monkeypatch: pytest.
     stages, reports = chosen(made)
     assert [report.kernel for report in reports[:2]] == ["reference", "reference"]
     assert all("self-test" in report.reason for report in reports[:2])
-    assert reports[2].kernel == FUSED  # the expert has a kernel of its own, which multiplies no codes
+    assert reports[2].kernel == FUSED  # the expert has a kernel of its own
     assert ways(reports) == EXPERT
     got, expected = decide(stages, made), decide(reference(made), made)
     assert all(torch.equal(got[part], expected[part]) for part in PARTS)

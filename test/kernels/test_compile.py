@@ -12,15 +12,17 @@ from flashrt_ros.ops.cuda import compiler
 from flashrt_ros.ops.cuda.capsule import SOURCE as CAPSULE
 from flashrt_ros.ops.cuda.compiler import KernelSource, cache_key, compile_source, compiled, full_text, kernel_folder
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import keys_of_a_block, shared_layout
+from flashrt_ros.ops.cuda.expert import kernel_sizes
 from flashrt_ros.ops.cuda.gemm import product_source
+from flashrt_ros.ops.cuda.image_attention import image_attention_source
+from flashrt_ros.ops.cuda.prefix_attention import prefix_attention_source
 
 
-def expert_source(rows: int, capacity: int, clusters: int, **more: int) -> KernelSource:
+def expert_source(
+    rows: int, capacity: int, clusters: int, bits: tuple[int, int, int, int] = (16, 16, 16, 16), **more: int
+) -> KernelSource:
     """As ExpertKernel asks for it on a GPU with 227 KB of shared memory a block."""
-    keys = keys_of_a_block(capacity, rows)
-    stages, nbytes = shared_layout(rows, keys, clusters, 232448)
-    sizes = {"ROWS": rows, "KEYS": keys, "STAGES": stages, "SHARED_BYTES": nbytes, "CLUSTERS": clusters}
+    sizes = kernel_sizes(bits, rows, capacity, clusters, 232448)
     return KernelSource("expert", {**sizes, "LAYERS": 18, "RESIDENT": 1, "OVERLAP": 0, **more})
 
 
@@ -39,7 +41,18 @@ SOURCES = (
     expert_source(rows=10, capacity=712, clusters=15, RESIDENT=0, OVERLAP=1),
     expert_source(rows=30, capacity=712, clusters=12),
     expert_source(rows=1, capacity=712, clusters=3),
+    expert_source(rows=10, capacity=712, clusters=15, bits=(8, 8, 8, 8)),
+    expert_source(rows=10, capacity=712, clusters=15, bits=(4, 4, 4, 4)),
+    expert_source(rows=50, capacity=968, clusters=15, bits=(8, 8, 8, 8)),
+    expert_source(rows=50, capacity=968, clusters=15, bits=(4, 4, 4, 4), RESIDENT=0, OVERLAP=1),
+    expert_source(rows=10, capacity=968, clusters=15, bits=(16, 8, 4, 4), RESIDENT=0, OVERLAP=1),
+    expert_source(rows=1, capacity=712, clusters=3, bits=(4, 4, 8, 16)),
     CAPSULE,
+    image_attention_source(256, 16, 72, {}),
+    image_attention_source(256, 16, 72, {"QUANTISED": 1, "OVERLAP": 1}),
+    image_attention_source(256, 16, 72, {"CLUSTER": 4, "ROW_TILES": 1, "OVERLAP": 1}),
+    image_attention_source(64, 3, 24, {"QUANTISED": 1}),
+    image_attention_source(192, 1, 120, {}),
 )
 HOPPER = (
     product_source({"TILE_ROWS": 240}),
@@ -53,6 +66,12 @@ HOPPER = (
     product_source({"TILE_ROWS": 184, "FP8": 1, "STAGES": 5, "STAGGER": 0, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 64, "FP8": 1, "STAGES": 8, "STAGGER": 0}),
     product_source({"TILE_ROWS": 144, "GELU": 1}),
+)
+HOPPER_ATTENTION = (
+    prefix_attention_source({}),
+    prefix_attention_source({"OUT8": 1, "OVERLAP": 1}),
+    prefix_attention_source({"CLUSTER": 1}),
+    prefix_attention_source({"CLUSTER": 4, "OVERLAP": 1}),
 )
 
 FP4 = (
@@ -73,6 +92,40 @@ def test_it_compiles(source: KernelSource, architecture: str) -> None:
     assert compile_source(source, architecture).startswith(b"\x7fELF")
 
 
+@pytest.mark.parametrize("source", HOPPER_ATTENTION, ids=str)
+def test_prefix_attention_compiles_for_hopper(source: KernelSource) -> None:
+    assert compile_source(source, "sm_90a").startswith(b"\x7fELF")
+
+
+def assembler_report(source: KernelSource) -> str:
+    """What the assembler says of registers and of products when it compiles for Hopper."""
+    from cuda.bindings import nvrtc
+
+    _, program = nvrtc.nvrtcCreateProgram(full_text(source).encode(), b"reported.cu", 0, [], [])
+    options = ["--gpu-architecture=sm_90a", "--std=c++17", "--ptxas-options=-v"]
+    options += [f"-D{name}={value}" for name, value in source.defines.items()]
+    nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(program)
+    return str(log.decode(errors="replace"))
+
+
+@pytest.mark.parametrize("source", HOPPER_ATTENTION, ids=str)
+def test_prefix_attention_has_registers_enough(source: KernelSource) -> None:
+    """Otherwise the assembler lets each product wait for the one before it, silently."""
+    report = assembler_report(source)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "serialized" not in report
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+def test_prefix_attention_says_that_it_is_for_hopper(architecture: str) -> None:
+    with pytest.raises(KernelError, match="prefix_attention.cu is written for sm_90a"):
+        compile_source(HOPPER_ATTENTION[0], architecture)
+
+
 @pytest.mark.parametrize("source", HOPPER, ids=str)
 def test_the_matrix_product_compiles_for_hopper(source: KernelSource) -> None:
     assert compile_source(source, "sm_90a").startswith(b"\x7fELF")
@@ -91,7 +144,7 @@ def test_a_tile_that_the_instruction_does_not_have_is_refused(tile: int) -> None
 
 
 def test_every_source_file_is_in_the_list() -> None:
-    listed = {source.name for source in (*SOURCES, *HOPPER, *FP4)}
+    listed = {source.name for source in (*SOURCES, *HOPPER, *HOPPER_ATTENTION, *FP4)}
     assert {path.stem for path in kernel_folder().glob("*.cu")} == listed
 
 

@@ -7,16 +7,30 @@ import torch
 
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import (
-    ShiftTables,
-    alternate_tiles,
-    keys_of_a_block,
+from flashrt_ros.ops.cuda.expert import ShiftTables, kernel_sizes, keys_of_a_block, shared_layout
+from flashrt_ros.ops.cuda.expert_codes import (
+    E2M1,
+    E4M3,
+    LACKING,
+    Codes,
+    Interleaving,
+    tiles_of_e4m3,
+    tiles_of_nvfp4,
+    values_of_e4m3,
+    values_of_nvfp4,
+)
+from flashrt_ros.ops.cuda.expert_packing import (
+    ExpertWeights,
     pack,
     pack_tiles,
+    packed_bytes,
     rotary_pairs,
-    shared_layout,
+    tile_order,
     unpack_tiles,
 )
+from flashrt_ros.precision import e2m1, e4m3, nvfp4
+
+LIMIT = 232448  # bytes of shared memory of a Hopper block
 
 
 def test_a_tile_holds_matrices_of_eight_outputs_by_eight_inputs() -> None:
@@ -59,9 +73,139 @@ def test_tables_hold_what_the_shifts_give() -> None:
     torch.testing.assert_close(tables.leave[0], leave @ modulation[0, 4, 1] + bias, rtol=1e-4, atol=1e-3)
 
 
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [E4M3, E2M1])
+def test_codes_that_share_a_word_come_out_again(how: Interleaving) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 1 << len(how.bits), (4096, how.codes), generator=generator, dtype=torch.uint8)
+    assert torch.equal(how.split(how.join(codes)), codes)
+
+
+def drawn_e4m3(outputs: int, inputs: int) -> torch.Tensor:
+    """Every code but NaN, subnormal ones and both zeros among them."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    return torch.where(codes & 127 == 127, codes - 1, codes)
+
+
+def drawn_nvfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every code, and every scale but NaN."""
+    generator = torch.Generator().manual_seed(2)
+    packed = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 127, (outputs, inputs // 16), generator=generator, dtype=torch.uint8)
+    return packed, scales
+
+
+def values_with_scales(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return e2m1.decode(e2m1.unpack(packed)) * e4m3.decode(scales).repeat_interleave(16, dim=-1)
+
+
+def test_packing_codes_can_be_undone_bit_by_bit() -> None:
+    codes = drawn_e4m3(16, 1024)
+    assert torch.equal(values_of_e4m3(tiles_of_e4m3(codes)), e4m3.decode(codes))
+    packed, scales = drawn_nvfp4(16, 1024)
+    assert torch.equal(values_of_nvfp4(tiles_of_nvfp4(packed, scales)), values_with_scales(packed, scales))
+
+
+def two_bfloat16(word: int) -> tuple[float, float]:
+    low, high = torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return float(low), float(high)
+
+
+def word_at(tile: torch.Tensor, offset: int) -> int:
+    return int.from_bytes(bytes(tile[offset : offset + 4].tolist()), "little")
+
+
+@pytest.mark.parametrize(("rank", "chunk", "tile", "lane"), [(0, 0, 0, 0), (7, 1, 1, 31), (3, 1, 0, 13), (5, 0, 1, 18)])
+def test_a_lane_of_the_kernel_finds_its_operands(rank: int, chunk: int, tile: int, lane: int) -> None:
+    """In the words and by the shifts that kernels/expert_weights.cuh has written down."""
+    row, quad = divmod(lane, 4)
+    codes, (packed, scales) = drawn_e4m3(16, 1024), drawn_nvfp4(16, 1024)
+    eight, four = tiles_of_e4m3(codes)[rank, chunk, tile], tiles_of_nvfp4(packed, scales)[rank, chunk, tile]
+    of_eight, of_four = e4m3.decode(codes), values_with_scales(packed, scales)
+    stored = word_at(four, 256 + 4 * row)
+    swapped = (stored & 0x00FF00FF) << 8 | stored >> 8 & 0x00FF00FF
+    for step in range(4):
+        first = rank * 128 + chunk * 64 + step * 16 + 2 * quad
+        word = word_at(eight, step // 2 * 256 + lane * 8 + step % 2 * 4)
+        pairs = word & 0x87F087F0, (word << 4 ^ word >> 4) & 0x87F087F0
+        for half, pair in enumerate(pairs):
+            expected = of_eight[8 * tile + row, first + 8 * half :][:2].tolist()
+            assert [value * 2.0**80 * LACKING[8] for value in two_bfloat16(pair)] == expected
+        word, odd = word_at(four, lane * 8 + step // 2 * 4), step % 2
+        pairs = (word ^ word << 4, word >> 7 ^ word << 5) if odd else (word << 3, word << 6)
+        scale = two_bfloat16((swapped if odd else stored) & 0x0FF00FF0 | 0x70007000)[step // 2]
+        for half, pair in enumerate(pairs):
+            expected = of_four[8 * tile + row, first + 8 * half :][:2].tolist()
+            got = [value * scale * LACKING[4] for value in two_bfloat16(pair & 0x81C081C0)]
+            assert got == expected
+
+
+def drawn_codes(kind: str, outputs: int, inputs: int, layers: int = 2) -> tuple[Codes, torch.Tensor]:
+    """Codes of random matrices, and what they stand for."""
+    generator = torch.Generator().manual_seed(outputs)
+    matrices = torch.randn(layers, outputs, inputs, generator=generator)
+    if kind == "e4m3":
+        pairs = [e4m3.quantise_weight(matrix, by_channel=True) for matrix in matrices]
+        codes, scales = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+        return Codes(codes, scales), e4m3.decode(codes) * scales[..., None]
+    made = [nvfp4.quantise_weight(matrix) for matrix in matrices]
+    factor = torch.stack([each.tensor_scale.expand(outputs) for each in made])
+    values, scales = torch.stack([each.packed for each in made]), torch.stack([each.scales for each in made])
+    return Codes(values, factor, scales), torch.stack([each.decode() for each in made])
+
+
+def packed_codes(kind: str) -> tuple[ExpertWeights, dict[str, torch.Tensor]]:
+    made = {
+        name: drawn_codes(kind, outputs, inputs)
+        for name, outputs, inputs in (
+            ("qkv", 2560, 1024), ("output", 1024, 2048), ("gate_up", 8192, 1024), ("down", 1024, 4096),
+        )
+    }  # fmt: skip
+    ends = (torch.zeros(1024, 32), torch.zeros(1024)), (torch.zeros(32, 1024), torch.zeros(32))
+    weights = pack(made["qkv"][0], made["output"][0], made["gate_up"][0], made["down"][0], *ends)
+    return weights, {name: matrix for name, (_, matrix) in made.items()}
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("e4m3", 8), ("nvfp4", 4)])
+def test_narrow_weights_keep_their_values_and_tables_their_factors(kind: str, bits: int) -> None:
+    weights, matrices = packed_codes(kind)
+    assert weights.bits == (bits,) * 4
+    pairs = torch.cat((rotary_pairs(9), torch.arange(2304, 2560)))
+    orders = {"qkv": pairs, "output": None, "gate_up": tile_order(4096), "down": None}
+    for stream, (name, order) in zip(weights.streams, orders.items(), strict=True):
+        matrix = matrices[name] if order is None else matrices[name][:, order]
+        torch.testing.assert_close(stream.matrix(1), matrix[1], rtol=1e-6, atol=0.0)
+        assert stream.factor is not None
+        assert stream.tiles.nbytes + stream.factor.nbytes == packed_bytes(bits, *matrix.shape)
+    modulation = torch.randn(1, 5, 3, 1024, generator=torch.Generator().manual_seed(5))
+    tables = ShiftTables.allocate(weights, steps=1)
+    tables.fill(weights, modulation)
+    expected = matrices["qkv"][1, pairs] @ modulation[0, 2, 1]
+    torch.testing.assert_close(tables.project[0, 1], expected, rtol=1e-4, atol=1e-3)
+    expected = matrices["gate_up"][0, tile_order(4096)] @ modulation[0, 1, 1]
+    torch.testing.assert_close(tables.gate_up[0, 0], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_codes_without_a_meaning_are_refused() -> None:
+    codes, _ = drawn_codes("nvfp4", 1024, 2048, layers=1)
+    assert codes.scales is not None
+    codes.scales[0, 3, 5] = 127
+    wide = [
+        torch.zeros(1, outputs, inputs).bfloat16() for outputs, inputs in ((2560, 1024), (8192, 1024), (1024, 4096))
+    ]
+    ends = (torch.zeros(1024, 32), torch.zeros(1024)), (torch.zeros(32, 1024), torch.zeros(32))
+    with pytest.raises(KernelError, match="scales of NVFP4 blocks must be E4M3 codes from 0 to 126, got 127"):
+        pack(wide[0], codes, wide[1], wide[2], *ends)
+
+
+# -- order and memory --------------------------------------------------------------------------------------------------
+
+
 def test_tiles_of_gate_and_up_alternate() -> None:
-    weight = torch.arange(64)[None, :, None]  # 32 of gate, 32 of up
-    order = alternate_tiles(weight).flatten().tolist()
+    order = tile_order(32).tolist()  # 32 of gate, 32 of up
     assert order[:24] == [*range(8), *range(32, 40), *range(8, 16)]
     assert sorted(order) == list(range(64))
 
@@ -84,9 +228,24 @@ def test_wrong_weights_are_named() -> None:
 
 @pytest.mark.parametrize(("rows", "capacity"), [(1, 40), (10, 712), (10, 968), (15, 712), (16, 712), (50, 968)])
 def test_shared_memory_of_a_hopper_block_is_used_but_not_exceeded(rows: int, capacity: int) -> None:
-    stages, nbytes = shared_layout(rows, keys_of_a_block(capacity, rows), 15, 232448)
+    stages, nbytes = shared_layout(rows, keys_of_a_block(capacity, rows), 15, LIMIT)
     assert stages >= 4
-    assert 232448 - 8208 < nbytes <= 232448
+    assert LIMIT - 8208 < nbytes <= LIMIT
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 40), (10, 712), (30, 712), (50, 968)])
+def test_a_ring_of_narrow_stages_is_deeper(rows: int, capacity: int) -> None:
+    sizes = {
+        bits: kernel_sizes(bits, rows, capacity, 15, LIMIT)
+        for bits in ((16, 16, 16, 16), (8, 8, 8, 8), (4, 4, 4, 4), (4, 8, 4, 4), (4, 4, 4, 16))
+    }
+    wide, eight, four, mixed, one_wide = sizes.values()
+    assert all(LIMIT - 8208 < each["SHARED_BYTES"] <= LIMIT for each in sizes.values())
+    assert eight["STAGES"] >= 2 * wide["STAGES"]
+    assert four["STAGES"] >= 3.5 * wide["STAGES"] - 1  # what lies behind the ring begins at a multiple of 1024 bytes
+    assert mixed["STAGES"] == eight["STAGES"]
+    assert one_wide["STAGES"] == wide["STAGES"]
+    assert one_wide["DOWN_BITS"] == 16
 
 
 @pytest.mark.parametrize(

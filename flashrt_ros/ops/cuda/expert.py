@@ -1,4 +1,4 @@
-"""The action expert as one resident grid (or phase by phase), and the packing of its weights."""
+"""The action expert as one resident grid, or phase by phase."""
 
 from __future__ import annotations
 
@@ -10,115 +10,18 @@ from torch import Tensor
 from ..shapes import check
 from .compiler import KernelSource
 from .errors import KernelError
+from .expert_codes import RANKS
+from .expert_packing import ACTIONS, HEAD_DIM, HEADS, HIDDEN, INNER, TILE_BYTES, WIDTH, ExpertWeights
 from .kernel import Kernel, kernel
 
-WIDTH, HEADS, HEAD_DIM, HIDDEN, ACTIONS = 1024, 8, 256, 4096, 32  # what kernels/expert.cu is written for
-INNER = HEADS * HEAD_DIM
 MAX_ROWS, MAX_KEYS = 64, 1024
-RANKS = 8  # blocks of a cluster, which share the inputs of every product and the keys
 MAX_CLUSTERS = 16
-_CHUNK = 64  # inputs that one stage of the ring holds of eight tiles
-_STAGE_BYTES = 8192
+_STAGE_TILES = 8
 _PART_BYTES = 2  # of a value that blocks of a cluster exchange behind a norm
 _SYNC_WORDS = 4
 _FEWEST_STAGES = 4  # of the ring
+_ALIGNED = 1024  # bytes, of what lies behind the ring
 PHASES_PER_LAYER = 5
-
-
-def pack_tiles(weight: Tensor) -> Tensor:
-    """Reorder bf16[layers, outputs, inputs] into the tiles that the kernel streams.
-
-    Result bf16[layers, ranks, chunks of 64 inputs, outputs / 8, 8, 8, 8]: a rank has an eighth of the inputs; a tile's
-    part of a chunk is eight matrices, each of eight outputs by eight inputs.
-    """
-    layers, outputs, inputs = weight.shape
-    view = weight.view(layers, outputs // 8, 8, RANKS, inputs // RANKS // _CHUNK, _CHUNK // 8, 8)
-    return view.permute(0, 3, 4, 1, 5, 2, 6).contiguous()
-
-
-def unpack_tiles(packed: Tensor) -> Tensor:
-    """The weights bf16[layers, outputs, inputs] that `pack_tiles` made `packed` of."""
-    layers, ranks, chunks, tiles = packed.shape[:4]
-    return packed.permute(0, 3, 5, 1, 2, 4, 6).reshape(layers, 8 * tiles, ranks * chunks * _CHUNK)
-
-
-def alternate_tiles(weight: Tensor) -> Tensor:
-    """Reorder bf16[layers, 2 * hidden, inputs], gate then up: tiles of eight outputs alternate between them."""
-    layers, outputs, inputs = weight.shape
-    return weight.view(layers, 2, outputs // 16, 8, inputs).transpose(1, 2).reshape(layers, outputs, inputs)
-
-
-def rotary_pairs(heads: int) -> Tensor:
-    """Order of the features of `heads` heads that puts i and i + 128 side by side."""
-    half = HEAD_DIM // 2
-    inside = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()
-    return (torch.arange(heads)[:, None] * HEAD_DIM + inside).flatten()
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """All weights of the expert, as the kernel reads them.
-
-    Args:
-        project, output, gate_up, down: packed stages, bf16 (see `pack`).
-        enter_weight, enter_bias: float32[actions, width], float32[width].
-        leave_weight, leave_bias: float32[width, actions], float32[actions]; both carry the step size.
-    """
-
-    project: Tensor
-    output: Tensor
-    gate_up: Tensor
-    down: Tensor
-    enter_weight: Tensor
-    enter_bias: Tensor
-    leave_weight: Tensor
-    leave_bias: Tensor
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.project.shape[0]
-
-
-def pack(
-    qkv: Tensor,
-    output: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    enter: tuple[Tensor, Tensor],
-    leave: tuple[Tensor, Tensor],
-) -> ExpertWeights:
-    """Pack plain weights: a stack of layers for each product, each [layers, outputs, inputs].
-
-    Args:
-        qkv: bf16[layers, 2560, 1024], query, key, value.
-        output: bf16[layers, 1024, 2048].
-        gate_up: bf16[layers, 8192, 1024], all of gate, then all of up.
-        down: bf16[layers, 1024, 4096].
-        enter: weight [1024, 32] and bias [1024] from actions to the expert.
-        leave: weight [32, 1024] and bias [32] back, both multiplied by the step size already.
-    """
-    check(
-        "expert weights",
-        qkv=(qkv, ("layers", INNER + 2 * HEAD_DIM, WIDTH)),
-        output=(output, ("layers", WIDTH, INNER)),
-        gate_up=(gate_up, ("layers", 2 * HIDDEN, WIDTH)),
-        down=(down, ("layers", WIDTH, HIDDEN)),
-        enter=(enter[0], (WIDTH, ACTIONS)),
-        leave=(leave[0], (ACTIONS, WIDTH)),
-    )
-    rotated = rotary_pairs(HEADS + 1)
-    order = torch.cat((rotated, torch.arange(HEAD_DIM) + len(rotated))).to(qkv.device)
-    return ExpertWeights(
-        project=pack_tiles(qkv[:, order]),
-        output=pack_tiles(output),
-        gate_up=pack_tiles(alternate_tiles(gate_up)),
-        down=pack_tiles(down),
-        enter_weight=enter[0].float().t().contiguous(),
-        enter_bias=enter[1].float().contiguous(),
-        leave_weight=leave[0].float().t().contiguous(),
-        leave_bias=leave[1].float().contiguous(),
-    )
 
 
 @dataclass(frozen=True)
@@ -139,15 +42,14 @@ class ShiftTables:
     def allocate(weights: ExpertWeights, steps: int) -> ShiftTables:
         """Tables of zeros on the device of `weights`."""
         sizes = (weights.layers, INNER + 2 * HEAD_DIM), (weights.layers, 2 * HIDDEN), (ACTIONS,)
-        return ShiftTables(*(torch.zeros(steps, *size, device=weights.project.device) for size in sizes))
+        return ShiftTables(*(torch.zeros(steps, *size, device=weights.device) for size in sizes))
 
     def fill(self, weights: ExpertWeights, modulation: Tensor) -> None:
         """Work them out in float32 from `modulation` (see ExpertKernel)."""
         shift = modulation[:, :, 1]
         for layer in range(weights.layers):
-            for norm, packed, table in ((0, weights.project, self.project), (1, weights.gate_up, self.gate_up)):
-                matrix = unpack_tiles(packed[layer : layer + 1])[0].float()
-                torch.matmul(shift[:, 2 * layer + norm], matrix.t(), out=table[:, layer])
+            for norm, stream, table in ((0, weights.project, self.project), (1, weights.gate_up, self.gate_up)):
+                torch.matmul(shift[:, 2 * layer + norm], stream.matrix(layer).t(), out=table[:, layer])
         torch.addmm(weights.leave_bias, shift[:, -1], weights.leave_weight, out=self.leave)
 
 
@@ -193,13 +95,16 @@ def operand_rows(rows: int) -> int:
     return 8 * _up(rows, 8)
 
 
-def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tuple[int, int]:
+def shared_layout(
+    rows: int, keys: int, clusters: int, shared_limit: int, stage_bytes: int = _STAGE_TILES * TILE_BYTES[16]
+) -> tuple[int, int]:
     """(ring stages, bytes of shared memory) of a block that may have `shared_limit` bytes.
 
     Args:
         rows: of the chunk.
         keys: that a block has room for (see `keys_of_a_block`).
         clusters: size of the grid.
+        stage_bytes: of the largest stage of the ring that some product needs.
     """
 
     def parts(tiles: int, unit: int) -> int:
@@ -217,14 +122,41 @@ def shared_layout(rows: int, keys: int, clusters: int, shared_limit: int) -> tup
     operands = max(HIDDEN // RANKS * 2 * operand_rows(rows), 16 * _up(queries, 16) * (576 + (keys + 8) * 6))
     traded = warps_that_multiply(rows) * 32 * 16 if few else 0
     fixed = x + y + values + operands + traded + 4 * rows * ACTIONS + 1024 + 128
-    stages = (shared_limit - fixed) // (_STAGE_BYTES + 16)
+
+    def needed_for(stages: int) -> int:
+        return fixed + _ALIGNED * _up(stages * stage_bytes, _ALIGNED) + 16 * stages
+
+    stages = (shared_limit - fixed) // (stage_bytes + 16)
+    if needed_for(stages) > shared_limit:
+        stages -= 1
     if stages < _FEWEST_STAGES:
-        needed = fixed + _FEWEST_STAGES * (_STAGE_BYTES + 16)
+        needed = needed_for(_FEWEST_STAGES)
         raise KernelError(
             f"expert: {rows} rows and {keys} keys a block need {needed} bytes of shared memory a block, "
             f"there are {shared_limit}"
         )
-    return stages, fixed + stages * (_STAGE_BYTES + 16)
+    return stages, needed_for(stages)
+
+
+def kernel_sizes(
+    bits: tuple[int, int, int, int], rows: int, capacity: int, clusters: int, shared_limit: int
+) -> dict[str, int]:
+    """What decides the layout of a block's memory, as the kernel is told.
+
+    Args:
+        bits: of the weights of project, output, gate_up and down.
+        rows, capacity, clusters: see ExpertKernel.
+        shared_limit: bytes of shared memory that a block may have.
+    """
+    keys = keys_of_a_block(capacity, rows)
+    stage_bytes = _STAGE_TILES * max(TILE_BYTES[each] for each in bits)
+    stages, nbytes = shared_layout(rows, keys, clusters, shared_limit, stage_bytes)
+    widths = dict(zip(("PROJECT_BITS", "OUTPUT_BITS", "GATE_UP_BITS", "DOWN_BITS"), bits, strict=True))
+    layout = {
+        "ROWS": rows, "OPERAND_ROWS": operand_rows(rows), "KEYS": keys, "CLUSTERS": clusters, "STAGES": stages,
+        "SHARED_BYTES": nbytes,
+    }  # fmt: skip
+    return layout | widths
 
 
 class ExpertKernel:
@@ -261,7 +193,7 @@ class ExpertKernel:
             )
         self.weights, self.rows, self.steps, self.capacity = weights, rows, steps, capacity
         self.persistent, self.overlap = persistent, overlap and not persistent
-        self.device = weights.project.device
+        self.device = weights.device
         count = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.clusters = min(clusters, MAX_CLUSTERS, count // RANKS)
         self.threads = 32 * (warps_that_multiply(rows) + 4)  # four warps fetch and fence
@@ -281,19 +213,14 @@ class ExpertKernel:
 
     def _compiled(self) -> Kernel:
         limit = int(getattr(torch.cuda.get_device_properties(self.device), "shared_memory_per_block_optin"))  # noqa: B009 - missing in torch's stubs
-        keys = keys_of_a_block(self.capacity, self.rows)
-        stages, nbytes = shared_layout(self.rows, keys, self.clusters, limit)
+        sizes = kernel_sizes(self.weights.bits, self.rows, self.capacity, self.clusters, limit)
         defines = {
-            "ROWS": self.rows,
-            "KEYS": keys,
-            "STAGES": stages,
-            "SHARED_BYTES": nbytes,
+            **sizes,
             "LAYERS": self.weights.layers,
-            "CLUSTERS": self.clusters,
             "RESIDENT": int(self.persistent),
             "OVERLAP": int(self.overlap),
         }
-        return kernel(KernelSource("expert", defines), "expert", self.device, nbytes)
+        return kernel(KernelSource("expert", defines), "expert", self.device, sizes["SHARED_BYTES"])
 
     def prepare(self, modulation: Tensor) -> None:
         """Fill the tables that depend on `modulation`, before a call with it."""
@@ -345,8 +272,8 @@ class ExpertKernel:
         w, shifts = self.weights, self._shifts
         self.kernel.launch(
             self.clusters, self.threads,
-            w.project, w.output, w.gate_up, w.down, w.enter_weight, w.enter_bias, w.leave_weight, shifts.leave,
+            *(stream.tiles for stream in w.streams), w.enter_weight, w.enter_bias, w.leave_weight, shifts.leave,
             tensors[0], shifts.project, shifts.gate_up, *tensors[1:], scratch.words, scratch.sync,
-            tensors[2].stride(0) // HEAD_DIM, self.steps, phase,
+            tensors[2].stride(0) // HEAD_DIM, self.steps, phase, *(stream.factor for stream in w.streams),
             cluster=RANKS, overlap=self.overlap and phase > 0,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from ...engine import Arena, StageBody
 from ...ops import OpTable
 from ...ops.cuda.compiler import KernelSource, full_text
 from ...ops.cuda.errors import KernelError
-from ...ops.cuda.expert import ACTIONS, HEAD_DIM, HEADS, HIDDEN, MAX_KEYS, MAX_ROWS, WIDTH
+from ...ops.cuda.expert import MAX_KEYS, MAX_ROWS
+from ...ops.cuda.expert_packing import ACTIONS, HEAD_DIM, HEADS, HIDDEN, WIDTH
 from ...ops.report import KernelReport
 from ...ops.shapes import ShapeError
 from .config import Pi05Config
+from .cuda_attention import IMAGE, PREFIX
 from .cuda_tiers import TierStages
 from .plan import image_buffer
 from .stages import Pi05Stages
@@ -61,9 +63,10 @@ def choose_stages(
     persistent: bool = True,
     overlap: bool = False,
     fused_gate_up: bool = True,
+    fused_attention: bool = True,
 ) -> tuple[Pi05Stages, tuple[KernelReport, ...]]:
-    """Stages for `device`, and a report on each part, on the prefix's product of gate and up, and on each kind of
-    product in the parts of which some sites are narrow.
+    """Stages for `device`, and a report on each part, on the prefix's product of gate and up, on both attentions, and
+    on each kind of product in the parts of which some sites are narrow.
 
     A GPU that can run the fused parts runs each one that agrees with its reference on random inputs, with the weights
     as they are. Everything else runs the references; the report has the reason. On a CPU nothing faster exists, so
@@ -76,12 +79,13 @@ def choose_stages(
     if not reason:
         try:
             stages = ChosenStages(
-                config, weights, ops, persistent=persistent, overlap=overlap, fused_gate_up=fused_gate_up
-            )
+                config, weights, ops, persistent=persistent, overlap=overlap, fused_gate_up=fused_gate_up,
+                fused_attention=fused_attention,
+            )  # fmt: skip
             reports = _probe(stages, reference, config, contract, device)
             stages.refused = frozenset(report.op for report in reports if report.fallback)
-            products = [r for r in stages.product_reports() if r.op.split(".")[0] not in stages.refused]
-            return stages, (*reports, *products)
+            steps = (*stages.attentions.reports(), *stages.product_reports())
+            return stages, (*reports, *(step for step in steps if step.op.split(".")[0] not in stages.refused))
         except KernelError as error:
             reason = str(error).splitlines()[0]
     return reference, tuple(KernelReport(part, reason=reason) for part in PARTS)
@@ -102,7 +106,7 @@ def kernel_identity(reports: tuple[KernelReport, ...], references: str) -> str:
     return f"{references}; fused {','.join(fused)} {digest}"
 
 
-_SOURCES = ("expert", "gemm", "norms", "pixels", "prefix", "quantise")
+_SOURCES = ("expert", "gemm", "image_attention", "norms", "pixels", "prefix", "prefix_attention", "quantise")
 
 
 def unsuited(config: Pi05Config, capability: tuple[int, int]) -> str:
@@ -157,13 +161,46 @@ def _probe(
             rows, allowed = _rows(part, config, variant), LARGEST_OF_CODES if part in narrow else LARGEST_DISTANCE
             return _compare(part, fused.parts()[part], reference.parts()[part], arena, variant, rows, allowed)
 
-        vision, entered = compare("vision"), arena["prefix_residual"].clone()
-        prefix = compare("prefix")
-        if prefix.fallback and fused.fuses_gate_up and fused.has_wide_prefix:
-            fused.separate_gate_up(prefix.reason)
-            arena["prefix_residual"].copy_(entered)
-            prefix = compare("prefix")
+        vision = compare("vision")
+        if vision.fallback and fused.attentions.is_own(IMAGE):
+            fused.attentions.choose(IMAGE, vision.reason)
+            vision = compare("vision")
+        prefix = _probe_prefix(fused, arena, compare)
         return vision, prefix, compare("expert"), *_gate_up_report(fused)
+
+
+def _probe_prefix(fused: TierStages, arena: Arena, compare: Callable[[str], KernelReport]) -> KernelReport:
+    """The prefix with as little left out as makes it agree with its reference."""
+    entered = arena["prefix_residual"].clone()
+    whole = compare("prefix")
+    optional = _optional_steps(fused) if whole.fallback else ()
+    for left_out in _choices(optional):
+        for step in optional:
+            _leave_out(fused, step, whole.reason if step in left_out else "")
+        arena["prefix_residual"].copy_(entered)
+        found = compare("prefix")
+        if not found.fallback:
+            return found
+    return whole
+
+
+def _optional_steps(stages: TierStages) -> tuple[str, ...]:
+    """What can be left out of the fused prefix."""
+    attention = (PREFIX,) if stages.attentions.is_own(PREFIX) else ()
+    return (*attention, GATE_UP) if stages.fuses_gate_up and stages.has_wide_prefix else attention
+
+
+def _choices(steps: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """What to leave out of a prefix that does not agree with its reference: each step by itself, then all."""
+    return *((step,) for step in steps), *((steps,) if len(steps) > 1 else ())
+
+
+def _leave_out(stages: TierStages, step: str, reason: str) -> None:
+    """Of the prefix, for that reason; the step is fused if it is empty."""
+    if step == PREFIX:
+        stages.attentions.choose(PREFIX, reason)
+    else:
+        stages.choose_gate_up(reason)
 
 
 def _gate_up_report(stages: TierStages) -> tuple[KernelReport, ...]:

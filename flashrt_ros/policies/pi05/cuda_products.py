@@ -31,8 +31,7 @@ from ...precision.packed import PackedWeight
 # (docs/performance.md); the height of a tile follows from them (`gemm.tile_rows`).
 PARTS_OF_K = {"vision.down": 3, "prefix.down": 4}
 CUBLASLT, CUBLASLT_FP8, OWN_FP8, DECODED = "cublaslt", "cublaslt_fp8", "fp8", "decoded"  # what a report says
-DECODED_ONCE = "decoded once"  # of the expert, whose kernel reads bfloat16
-DECODED_REASON = "the expert's kernel reads 16-bit weights and activations: codes were decoded when it was built"
+IN_REGISTERS, DECODED_ONCE = "decoded in registers", "decoded once"  # of the expert, by its kernel or in front of it
 _MADE_BY_NORMS = ("qkv", "up", "gate_up")
 _SLICE = 128  # outputs, of which a slice of decoded weights holds multiples
 

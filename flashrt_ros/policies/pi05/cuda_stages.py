@@ -16,12 +16,11 @@ from ...contract import Variant
 from ...ops import OpTable
 from ...ops.cuda import gemm
 from ...ops.cuda import rows as kernels
-from ...ops.cuda.attention import PrefixAttention, image_attention
 from ...ops.cuda.errors import KernelError
-from ...ops.cuda.expert import ExpertKernel, ExpertScratch, pack
-from ...ops.cuda.expert import ExpertWeights as PackedExpert
-from ...precision.packed import PackedWeight
+from ...ops.cuda.expert import ExpertKernel, ExpertScratch
 from .config import Pi05Config
+from .cuda_attention import Attentions
+from .cuda_expert import pack_expert
 from .plan import image_buffer
 from .stages import Pi05Stages
 from .weights import Dense, ExpertWeights, Pi05Weights
@@ -38,6 +37,7 @@ class CudaStages(Pi05Stages):
         persistent: the expert as one launch, otherwise phase by phase; equal bits.
         overlap: programmatic overlap of the launches between products; equal bits.
         fused_gate_up: the prefix's GeGLU inside its product, where the GPU can.
+        fused_attention: the own attention kernels, where they serve.
     """
 
     fuses_gate_up: bool = False
@@ -54,14 +54,14 @@ class CudaStages(Pi05Stages):
         persistent: bool = True,
         overlap: bool = False,
         fused_gate_up: bool = True,
+        fused_attention: bool = True,
     ) -> None:
         super().__init__(config, weights, ops)
         self._device = weights.vision.patch.device
         self._overlap = overlap
         self._patch = _padded(weights.vision.patch)
         self._patches = torch.zeros(config.image_rows, self._patch.shape[1], dtype=torch.bfloat16, device=self._device)
-        rows = [config.image_rows + bucket for bucket in config.prompt_buckets]
-        self._attention = {count: PrefixAttention(count, self._device) for count in rows}
+        self.attentions = Attentions(config, self._device, overlap=overlap, fused=fused_attention)
         self._row_scale = torch.zeros(config.prefix_rows, device=self._device)
         self.gate_up_reason = gemm.unsuited(self._device) if fused_gate_up else ""
         self.fuses_gate_up = fused_gate_up and not self.gate_up_reason
@@ -73,15 +73,15 @@ class CudaStages(Pi05Stages):
         config = self._config
         try:
             return ExpertKernel(
-                _pack_expert(weights), config.chunk, config.steps, capacity=config.prefix_rows, persistent=persistent,
+                pack_expert(weights), config.chunk, config.steps, capacity=config.prefix_rows, persistent=persistent,
                 overlap=overlap,
             )  # fmt: skip
         except KernelError as error:
             return error
 
-    def separate_gate_up(self, reason: str) -> None:
-        """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own."""
-        self.fuses_gate_up, self.gate_up_reason = False, reason
+    def choose_gate_up(self, reason: str) -> None:
+        """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own, for that reason; fused if it is empty."""
+        self.fuses_gate_up, self.gate_up_reason = not reason, reason
 
     def checkpoint(self, arena: Arena, variant: Variant) -> None:
         """Also the tables that the expert's kernel makes of the modulations."""
@@ -117,7 +117,7 @@ class CudaStages(Pi05Stages):
         normed, qkv, hidden, added = (arena[f"vision_{name}"] for name in ("normed", "qkv", "hidden", "attention"))
         self._layer_norm(arena, layer.norm1, branch)
         torch.addmm(layer.qkv.bias, normed, layer.qkv.weight.t(), out=qkv)
-        mixed = image_attention(qkv, images=len(self._config.views), heads=self._config.vision_heads)
+        mixed = self.attentions.image(qkv, normed)
         torch.addmm(layer.output.bias, mixed, layer.output.weight.t(), out=added)
         self._layer_norm(arena, layer.norm2, added)
         torch._addmm_activation(layer.up.bias, normed, layer.up.weight.t(), use_gelu=True, out=hidden)
@@ -137,12 +137,11 @@ class CudaStages(Pi05Stages):
         config, rows = self._config, variant.dims["prefix"]
         residual = arena["prefix_residual"][:rows]
         residual[config.image_rows :].copy_(arena["prompt_embedding"][: rows - config.image_rows])
-        attention = self._attention[rows]
-        attention.set_valid(arena["prefix_rows"])
+        self.attentions.take_valid(rows, arena["prefix_rows"])
         key_value = arena["key_value"][:, :, :rows].unsqueeze(3)
         branch: Tensor | None = None
         for index, (key, value) in enumerate(key_value[:-1]):
-            branch = self._prefix_layer(index, arena, attention, branch, key, value)
+            branch = self._prefix_layer(index, arena, branch, key, value)
         last = arena["prefix_qkv"].flatten()[: rows * 2 * config.key_width].view(rows, -1)
         normalised = self._last_key_value(arena, residual, branch, last)
         self._write_qkv(arena, last, None, key_value[-1][0], key_value[-1][1], normalised=normalised)
@@ -153,15 +152,18 @@ class CudaStages(Pi05Stages):
         return False
 
     def _prefix_layer(
-        self, index: int, arena: Arena, attention: PrefixAttention, branch: Tensor | None, key: Tensor, value: Tensor
+        self, index: int, arena: Arena, branch: Tensor | None, key: Tensor, value: Tensor
     ) -> Tensor | None:
         """Run one layer; return what is still to be added to the residual: nothing here, so that none comes in."""
-        config, layer, rows = self._config, self._weights.prefix.layers[index], attention.rows
-        residual, qkv, hidden = (arena[f"prefix_{name}"][:rows] for name in ("residual", "qkv", "hidden"))
+        config, layer, rows = self._config, self._weights.prefix.layers[index], key.shape[0]
+        residual, qkv, hidden, spare = (
+            arena[f"prefix_{name}"][:rows] for name in ("residual", "qkv", "hidden", "normed")
+        )
         query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
         torch.mm(residual, layer.qkv.t(), out=qkv)
         self._write_qkv(arena, qkv, query, key, value)
-        residual.addmm_(attention(query, key, value), layer.output.t())
+        mixed = self.attentions.prefix(query, key, value, arena["prefix_rows"], spare)
+        residual.addmm_(mixed, layer.output.t())
         if self.fuses_gate_up:
             scale = self._row_scale[:rows]
             gemm.inverse_rms_rows(residual, eps=config.eps, out=scale, overlap=self._overlap)
@@ -202,18 +204,3 @@ class CudaStages(Pi05Stages):
 def _padded(patch: Tensor) -> Tensor:
     """The patch weights with rows of whole 16-byte groups."""
     return torch.nn.functional.pad(patch, (0, -patch.shape[1] % _ALIGNED)).contiguous()
-
-
-def _pack_expert(weights: ExpertWeights) -> PackedExpert:
-    """The kernel reads 16-bit weights: packed ones are decoded, once, and rounded to bfloat16."""
-
-    def wide(matrix: Tensor) -> Tensor:
-        return matrix.decode().to(torch.bfloat16) if isinstance(matrix, PackedWeight) else matrix
-
-    def stacked(name: str) -> Tensor:
-        return torch.stack([wide(getattr(layer, name)) for layer in weights.layers])
-
-    return pack(
-        stacked("qkv"), stacked("output"), stacked("gate_up"), stacked("down"),
-        (weights.enter.weight, weights.enter.bias), (weights.leave.weight, weights.leave.bias),
-    )  # fmt: skip

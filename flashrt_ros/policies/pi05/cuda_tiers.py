@@ -14,14 +14,13 @@ from torch import Tensor
 
 from ...ops import OpTable
 from ...ops.cuda import rows as kernels
-from ...ops.cuda.attention import PrefixAttention, image_attention
 from ...ops.cuda.errors import KernelError
 from ...ops.report import KernelReport
 from ...precision.packed import PackedWeight
 from .config import Pi05Config
-from .cuda_products import DECODED_ONCE, DECODED_REASON, Product, as_codes, kind_of, product_of, quantised
+from .cuda_expert import expert_reports
+from .cuda_products import Product, as_codes, kind_of, product_of
 from .cuda_stages import Arena, CudaStages
-from .sites import site_matrices
 from .weights import Dense, GemmaLayer, Pi05Weights, VisionLayer
 
 
@@ -69,21 +68,11 @@ class TierStages(CudaStages):
         for site, product in self._products.items():
             ways.setdefault(kind_of(site), []).append(product.way)
             reasons.setdefault(kind_of(site), []).append(product.reason)
-        return (
-            tuple(
-                KernelReport(kind, " and ".join(_distinct(ways[kind])), "; ".join(_distinct(reasons[kind])))
-                for kind in ways
-            )
-            + self._expert_reports()
+        made = (
+            KernelReport(kind, " and ".join(_distinct(ways[kind])), "; ".join(_distinct(reasons[kind])))
+            for kind in ways
         )
-
-    def _expert_reports(self) -> tuple[KernelReport, ...]:
-        """Of the kinds of the expert that are packed."""
-        matrices = site_matrices(self._weights).items()
-        kinds = dict.fromkeys(
-            kind_of(s) for s, m in matrices if s.startswith("expert.") and isinstance(m, PackedWeight)
-        )
-        return tuple(KernelReport(kind, DECODED_ONCE, DECODED_REASON) for kind in kinds)
+        return (*made, *expert_reports(self._weights.expert))
 
     def _make(self, site: str, weight: Tensor, bias: Tensor | None = None) -> Product:
         product = product_of(site, weight, bias, overlap=self._overlap)
@@ -110,8 +99,8 @@ class TierStages(CudaStages):
         layer, spare = self._weights.vision.layers[index], _spare(arena)
         qkv, hidden = arena["vision_qkv"], arena["vision_hidden"]
         products.qkv.linear(self._vision_input(arena, layer.norm1, branch, products.qkv), qkv, spare)
-        mixed = image_attention(qkv, images=len(self._config.views), heads=self._config.vision_heads)
-        added = products.output.branch(quantised(mixed, products.output.quantiser, self._overlap), spare)
+        mixed = self.attentions.image(qkv, arena["vision_normed"], products.output.quantiser)
+        added = products.output.branch(mixed, spare)
         normed = self._vision_input(arena, layer.norm2, added, products.up)
         return products.down.branch(products.up.gelu(normed, hidden, spare, products.down.quantiser), spare)
 
@@ -141,18 +130,19 @@ class TierStages(CudaStages):
         return PartProducts(layers, self._make(f"prefix.qkv.{len(layers)}", weights.last_key_value))
 
     def _prefix_layer(
-        self, index: int, arena: Arena, attention: PrefixAttention, branch: Tensor | None, key: Tensor, value: Tensor
+        self, index: int, arena: Arena, branch: Tensor | None, key: Tensor, value: Tensor
     ) -> Tensor | None:
-        products, rows = _there(self._prefix).layers[index], attention.rows
+        products, rows = _there(self._prefix).layers[index], key.shape[0]
         if products is None:
             self._add(arena, rows, branch)
-            return super()._prefix_layer(index, arena, attention, None, key, value)
+            return super()._prefix_layer(index, arena, None, key, value)
         config, spare = self._config, _spare(arena)
         qkv, hidden = arena["prefix_qkv"][:rows], arena["prefix_hidden"][:rows]
         query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
         products.qkv.linear(self._prefix_input(arena, rows, branch, products.qkv), qkv, spare)
         self._write_qkv(arena, qkv, query, key, value, normalised=True)
-        mixed = quantised(attention(query, key, value), products.output.quantiser, self._overlap)
+        memory, wanted = arena["prefix_normed"][:rows], products.output.quantiser
+        mixed = self.attentions.prefix(query, key, value, arena["prefix_rows"], memory, wanted)
         normed = self._prefix_input(arena, rows, products.output.branch(mixed, spare), products.up)
         return products.down.branch(products.up.geglu(normed, hidden, spare, products.down.quantiser), spare)
 

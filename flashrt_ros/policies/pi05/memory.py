@@ -8,6 +8,7 @@ from torch import Tensor
 from ...contract import Identity
 from ...engine import arena_offsets
 from .config import Pi05Config
+from .cuda_expert import packed_expert_bytes
 from .layout import expected_shapes
 from .plan import build_contract
 from .sites import site_matrices
@@ -21,8 +22,8 @@ _COPIES = 4  # in float32, of one matrix at a time, that packing and the referen
 def needed_bytes(config: Pi05Config) -> int:
     """The most that is taken at one time, at a tier's true bytes, with what libraries take.
 
-    That is the weights, the expert's packed copy where its kernel has one, and every buffer of the contract; or, in a
-    tier, the 16-bit weights beside the packed ones, while these are made.
+    That is the weights, the expert's packed copy where its kernel has one (codes as codes), and every buffer of the
+    contract; or, in a tier, the 16-bit weights beside the packed ones, while these are made.
 
     Raises:
         SettingsError: the tier does not exist.
@@ -31,7 +32,7 @@ def needed_bytes(config: Pi05Config) -> int:
     stored = weight_bytes(weights, formats).stored
     matrices = site_matrices(weights)
     narrow = {item.name for item in formats}
-    copied = sum(m.nbytes for site, m in matrices.items() if site.startswith("expert.")) if config.fused else 0
+    copied = packed_expert_bytes(matrices, formats, config.layers) if config.fused else 0
     _, arena = arena_offsets(build_contract(config, Identity(policy="pi05", weights="")))
     running, packing = stored + copied + arena, 0
     if narrow:

@@ -11,7 +11,6 @@ from flashrt_ros.contract import SiteFormat
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.compiler import full_text
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import ExpertWeights as PackedExpert
 from flashrt_ros.ops.cuda.gemm import CODES
 from flashrt_ros.ops.cuda.rows import Quantiser
 from flashrt_ros.ops.report import KernelReport
@@ -29,8 +28,6 @@ from flashrt_ros.policies.pi05.cuda_products import (
     kind_of,
     product_of,
 )
-from flashrt_ros.policies.pi05.cuda_stages import _pack_expert
-from flashrt_ros.policies.pi05.weights import Dense, ExpertWeights, GemmaLayer
 from flashrt_ros.precision import e4m3
 from flashrt_ros.precision.nvfp4 import Nvfp4
 from flashrt_ros.precision.packed import PackedWeight
@@ -210,22 +207,3 @@ def test_every_source_of_the_stages_is_in_the_identity(name: str, monkeypatch: p
         cuda_plan, "full_text", lambda source: full_text(source) + ("// changed" if source.name == name else "")
     )
     assert kernel_identity(parts, "reference") != before
-
-
-@pytest.mark.parametrize("weight", ["nvfp4", "e4m3"])
-def test_an_expert_with_packed_weights_is_decoded_for_its_kernel(weight: str) -> None:
-    def draw(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) / 32).bfloat16()
-
-    generator = torch.Generator().manual_seed(3)
-    output, gate_up, down = draw(1024, 2048), draw(8192, 1024), draw(1024, 4096)
-    table = SiteFormat("expert.qkv.0", weight, "16-bit")
-    narrow = PackedWeight(draw(2560, 1024), table, None, None)
-    ends = Dense(draw(1024, 32), draw(1024)), Dense(draw(32, 1024), draw(32))
-
-    def made(qkv: Tensor) -> PackedExpert:
-        return _pack_expert(ExpertWeights(ends[0], (GemmaLayer(qkv, output, gate_up, down),), ends[1]))
-
-    got, expected = made(narrow), made(narrow.decode().bfloat16())
-    assert got.project.dtype == torch.bfloat16
-    assert torch.equal(got.project, expected.project)

@@ -1,0 +1,141 @@
+"""Attention within each image in one kernel, for the few hundred tokens and the odd head widths of vision encoders."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..shapes import ShapeError, check
+from .boundary import demand_dense, demand_device
+from .compiler import KernelSource
+from .errors import KernelError
+from .kernel import kernel
+from .rows import CODES, Quantiser
+from .tensor_map import launch_with_maps, tensor_map
+
+_OP = "image_attention"
+_QUERIES = 64  # of a block
+_MOST_TOKENS = 256  # whose scores registers hold
+_LEAST_HEAD, _MOST_HEAD = 24, 120
+_WIDEST_PAIR_OF_TILES = 72  # head width up to which a warp's registers hold two tiles of 16 queries
+_PIECES = 4  # in which keys arrive
+_PARTS = 2  # of the keys, each for warps of its own
+
+
+def image_attention(
+    qkv: Tensor, *, images: int, heads: int, out: Tensor, quantiser: Quantiser | None = None, overlap: bool = False,
+    variant: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """See the reference; `qkv` and `out` bf16, both contiguous.
+
+    An image has 64, 128, 192 or 256 tokens, a head an odd multiple of 8 from 24 to 120 values; anything else is a
+    ShapeError.
+
+    Args:
+        quantiser: `out` is codes (float8_e4m3fn) of what it would have been, as `rows.quantise` gives them; it has no
+            multiplier.
+        overlap: begin beside the kernel in front of this one; changes no bit.
+        variant: other compile-time choices than the best known ones, for whoever measures them.
+    """
+    check(_OP, out=(out, "rows width"), qkv=(qkv, ("rows", 3 * out.shape[-1])))
+    tokens, head_dim = _tokens(out.shape[0], images), _head_dim(out.shape[1], heads)
+    _demand_memory(qkv, out, quantiser)
+    source = image_attention_source(
+        tokens, heads, head_dim, {"QUANTISED": int(quantiser is not None), "OVERLAP": int(overlap), **(variant or {})}
+    )
+    nbytes = source.defines["SHARED_BYTES"]
+    launch_with_maps(
+        int(kernel(source, _OP, qkv.device, nbytes).driver_kernel.handle),
+        torch.cuda.current_stream(qkv.device).cuda_stream,
+        images * heads * (tokens // _QUERIES),
+        threads(source),
+        nbytes,
+        (
+            tensor_map(qkv, (box_rows(tokens, source.defines["CLUSTER"]), head_dim), 0),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_void_p(None if quantiser is None else quantiser.scale.data_ptr()),
+            ctypes.c_float(math.log2(math.e) / math.sqrt(head_dim)),
+        ),
+        overlap=overlap,
+    )
+
+
+def image_attention_source(tokens: int, heads: int, head_dim: int, defines: Mapping[str, int]) -> KernelSource:
+    """The kernel with the usual choices, and `defines` in their place."""
+    usual = {
+        "ROW_TILES": 2 if head_dim <= _WIDEST_PAIR_OF_TILES else 1,
+        "CLUSTER": 2 if tokens // _QUERIES % 2 == 0 else 1, "QUANTISED": 0, "OVERLAP": 0,
+    }  # fmt: skip
+    sizes = {"TOKENS": tokens, "HEADS": heads, "HEAD_DIM": head_dim, "SHARED_BYTES": shared_bytes(tokens, head_dim)}
+    return KernelSource(_OP, {**usual, **defines, **sizes})
+
+
+@lru_cache(maxsize=64)
+def shared_bytes(tokens: int, head_dim: int) -> int:
+    """Shared memory of a block: what it reads, or later the results of the parts; their extremes; the barriers."""
+    inputs = (_QUERIES + 2 * tokens) * head_dim * 2
+    results = _PARTS * _QUERIES * head_dim * 4
+    return max(inputs, results) + _PARTS * _QUERIES * 8 + (1 + 2 * _PIECES) * 8
+
+
+def box_rows(tokens: int, cluster: int) -> int:
+    """Rows that one copy of the engine moves: a power of two that divides the queries and a block's share of keys."""
+    share = tokens // _PIECES // cluster
+    return share & -share
+
+
+def threads(source: KernelSource) -> int:
+    """Of a block."""
+    return _QUERIES // (16 * source.defines["ROW_TILES"]) * _PARTS * 32
+
+
+def unsuited(tokens: int, head_dim: int) -> str:
+    """Why the kernel cannot serve images of `tokens` rows and heads of `head_dim` columns; empty if it can."""
+    try:
+        _tokens(tokens, 1)
+        _head_dim(head_dim, 1)
+    except ShapeError as error:
+        return str(error)
+    return ""
+
+
+def _tokens(rows: int, images: int) -> int:
+    if images < 1 or rows % images:
+        raise ShapeError(f"{_OP}: 'images' must divide the {rows} rows of 'out', got {images}")
+    tokens = rows // images
+    if tokens % _QUERIES or not 0 < tokens <= _MOST_TOKENS:
+        raise ShapeError(
+            f"{_OP}: 'images' must leave a multiple of {_QUERIES} rows of 'out' for each, at most {_MOST_TOKENS}, "
+            f"got {tokens}; use scaled_dot_product_attention for other sizes"
+        )
+    return tokens
+
+
+def _head_dim(width: int, heads: int) -> int:
+    if heads < 1 or width % heads:
+        raise ShapeError(f"{_OP}: 'heads' must divide the {width} columns of 'out', got {heads}")
+    head_dim = width // heads
+    if head_dim % 16 != 8 or not _LEAST_HEAD <= head_dim <= _MOST_HEAD:
+        raise ShapeError(
+            f"{_OP}: 'heads' must leave an odd multiple of 8 columns of 'out' for each, from {_LEAST_HEAD} to "
+            f"{_MOST_HEAD}, got {head_dim}; use scaled_dot_product_attention for other sizes"
+        )
+    return head_dim
+
+
+def _demand_memory(qkv: Tensor, out: Tensor, quantiser: Quantiser | None) -> None:
+    demand_dense(_OP, torch.bfloat16, qkv=qkv)
+    demand_dense(_OP, torch.bfloat16 if quantiser is None else CODES, out=out)
+    demand_device(f"{_OP}: 'out'", out, qkv.device)
+    if quantiser is None:
+        return
+    if quantiser.multiplier is not None:
+        raise KernelError(f"{_OP}: 'quantiser' must have no multiplier, which is for what a norm gives; fold it away")
+    check(_OP, scale=(quantiser.scale, "1"))
+    demand_dense(_OP, torch.float32, alignment=4, scale=quantiser.scale)
+    demand_device(f"{_OP}: 'scale'", quantiser.scale, qkv.device)

@@ -1,0 +1,125 @@
+"""Attention of the prefix on Hopper's own matrix instructions: eight query heads that share one key head.
+
+Libraries treat the heads apart, so that keys and values are read once for each. Here eight rows of all heads are one
+product, and what attention gives can be E4M3 codes for the product behind it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..shapes import check
+from .boundary import demand_dense, demand_device
+from .compiler import KernelSource
+from .errors import KernelError
+from .kernel import architecture, kernel
+from .rows import CODES, Quantiser
+from .tensor_map import launch_with_maps, tensor_map
+
+ARCHITECTURE = "sm_90a"
+_OP = "prefix_attention"
+_HEADS, _HEAD_DIM = 8, 256
+_WIDTH = _HEADS * _HEAD_DIM
+_BLOCK_ROWS = 8  # of the prefix, that one block owns
+_TILE_KEYS, _PIECE_KEYS = 128, 32  # rows of keys, and of values, that one slot of the ring holds
+_COLUMNS, _SWIZZLE = 64, 128  # of a box, and its bytes
+_SLOTS, _SLOT_BYTES = 12, 16384
+_THREADS = 384
+_ALIGNED = 8  # bfloat16 values that the copy engine wants rows to be multiples of
+
+
+def unsuited(device: torch.device) -> str:
+    """Why the kernel cannot run on `device`; empty if it can."""
+    if device.type != "cuda":
+        return f"{_OP}.cu runs on a GPU, the tensors are on '{device}'"
+    found = architecture(device)
+    if found != ARCHITECTURE:
+        return f"{_OP}.cu uses matrix instructions of {ARCHITECTURE}, this GPU is {found}"
+    return ""
+
+
+def prefix_attention(
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor, *, out: Tensor, quantiser: Quantiser | None = None,
+    overlap: bool = False, variant: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """See the reference, for eight query heads and one key head of 256, in bfloat16.
+
+    Args:
+        query: bf16[rows, 8, 256]; the heads of a row lie one behind the other, rows may be further apart.
+        key, value: bf16[rows, 1, 256], contiguous. Rows behind the first `valid` may hold anything.
+        valid: int32[1] on the device, from 1 to `rows`.
+        out: bf16[rows, 2048], contiguous; with `quantiser` codes (float8_e4m3fn), which are those of the bfloat16 that
+            would have been stored.
+        quantiser: has no multiplier.
+        overlap: begin beside the kernel in front of this one, and let the next one do so; changes no bit.
+        variant: other compile-time choices than the best known ones, for whoever measures them.
+    """
+    scale = None if quantiser is None else _scale(quantiser)
+    _check(query, key, value, valid, out, scale)
+    reason = unsuited(query.device)
+    if reason:
+        raise KernelError(f"{_OP}: {reason}")
+    source = prefix_attention_source({**(variant or {}), "OVERLAP": int(overlap), "OUT8": int(scale is not None)})
+    rows, cluster, nbytes = query.shape[0], source.defines["CLUSTER"], shared_bytes()
+    launch_with_maps(
+        int(kernel(source, _OP, query.device, nbytes).driver_kernel.handle),
+        torch.cuda.current_stream(query.device).cuda_stream,
+        blocks(rows, cluster),
+        _THREADS,
+        nbytes,
+        (
+            tensor_map(query.flatten(1), (_BLOCK_ROWS, _COLUMNS), _SWIZZLE),
+            tensor_map(key.flatten(1), (_TILE_KEYS // cluster, _COLUMNS), _SWIZZLE),
+            tensor_map(value.flatten(1), (_PIECE_KEYS, _COLUMNS), _SWIZZLE),
+            *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (valid, out, scale)),
+            ctypes.c_int(rows),
+        ),
+        overlap=overlap,
+    )
+
+
+def prefix_attention_source(defines: Mapping[str, int]) -> KernelSource:
+    """The kernel with the usual choices, and `defines` in their place."""
+    return KernelSource(_OP, {"CLUSTER": 1, "OUT8": 0, "OVERLAP": 0, **defines})
+
+
+def blocks(rows: int, cluster: int) -> int:
+    """Blocks of the grid: one for every eight rows, rounded up to whole clusters."""
+    return -(-rows // (_BLOCK_ROWS * cluster)) * cluster
+
+
+def shared_bytes() -> int:
+    """Shared memory of a block: queries, the ring, maximum and sum of each row twice, the barriers."""
+    product_rows = _BLOCK_ROWS * _HEADS
+    return product_rows * _HEAD_DIM * 2 + _SLOTS * _SLOT_BYTES + 2 * product_rows * 8 + (2 * _SLOTS + 1) * 8
+
+
+def _scale(quantiser: Quantiser) -> Tensor:
+    if quantiser.multiplier is not None:
+        raise KernelError(f"{_OP}: a multiplier is for what a norm gives; give a Quantiser of a scale alone")
+    check(_OP, scale=(quantiser.scale, "1"))
+    demand_dense(_OP, torch.float32, alignment=4, scale=quantiser.scale)
+    return quantiser.scale
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    head, row = f"1 {_HEAD_DIM}", f"rows {_HEADS} {_HEAD_DIM}"
+    check(
+        _OP, query=(query, row), key=(key, f"rows {head}"), value=(value, f"rows {head}"), valid=(valid, "1"),
+        out=(out, f"rows {_WIDTH}"),
+    )  # fmt: skip
+    demand_dense(_OP, torch.bfloat16, query=query[:1], key=key, value=value)
+    demand_dense(_OP, torch.int32, alignment=4, valid=valid)
+    demand_dense(_OP, torch.bfloat16 if scale is None else CODES, out=out)
+    if query.shape[0] > 1 and (query.stride(0) % _ALIGNED or query.stride(0) < _WIDTH):
+        raise KernelError(
+            f"{_OP}: 'query' must have rows at least {_WIDTH} values apart, by multiples of {_ALIGNED}, got "
+            f"{query.stride(0)}; give its contiguous()"
+        )
+    for name, tensor in {"key": key, "value": value, "valid": valid, "out": out, "scale": scale}.items():
+        if tensor is not None:
+            demand_device(f"{_OP}: '{name}'", tensor, query.device)

@@ -1,0 +1,128 @@
+"""What the kernel of image attention needs is checked before anything is launched; so no GPU is needed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashrt_ros.ops import ShapeError
+from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.image_attention import (
+    box_rows,
+    image_attention,
+    image_attention_source,
+    shared_bytes,
+    threads,
+)
+from flashrt_ros.ops.cuda.rows import CODES, Quantiser
+
+IMAGES, HEADS, TOKENS, HEAD_DIM = 2, 3, 64, 24
+ROWS, WIDTH = IMAGES * TOKENS, HEADS * HEAD_DIM
+SHARED_LIMIT = 232448  # bytes that a block of a Hopper GPU may have
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.bfloat16)
+
+
+def call(**changed: Any) -> None:
+    arguments = {"images": IMAGES, "heads": HEADS, "out": bf16(ROWS, WIDTH), "qkv": bf16(ROWS, 3 * WIDTH), **changed}
+    image_attention(arguments.pop("qkv"), **arguments)
+
+
+def codes() -> Tensor:
+    return bf16(ROWS, WIDTH).to(CODES)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_is_as_it_must_be_gets_as_far_as_the_gpu(quantised: bool) -> None:
+    changed = {"out": codes(), "quantiser": Quantiser(torch.ones(1))} if quantised else {}
+    with pytest.raises((ValueError, AssertionError, RuntimeError), match=r"(?i)cuda") as caught:
+        call(**changed)
+    assert not isinstance(caught.value, KernelError | ShapeError)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"images": 0}, "'images' must divide the 128 rows of 'out', got 0"),
+        ({"images": 3}, "'images' must divide the 128 rows of 'out', got 3"),
+        ({"images": 4}, "'images' must leave a multiple of 64 rows of 'out' for each, at most 256, got 32; use scaled"),
+        ({"images": 1, "out": bf16(320, WIDTH), "qkv": bf16(320, 3 * WIDTH)}, "'images' must leave .* got 320"),
+        ({"out": bf16(0, WIDTH), "qkv": bf16(0, 3 * WIDTH)}, "'images' must leave .* got 0"),
+        ({"heads": 0}, "'heads' must divide the 72 columns of 'out', got 0"),
+        ({"heads": 5}, "'heads' must divide the 72 columns of 'out', got 5"),
+        ({"heads": 9}, "'heads' must leave an odd multiple of 8 columns of 'out' for each, from 24 to 120, got 8; use"),
+        ({"out": bf16(ROWS, 128), "qkv": bf16(ROWS, 384), "heads": 2}, "'heads' must leave an odd .* got 64"),
+        ({"out": bf16(ROWS, 136), "qkv": bf16(ROWS, 408), "heads": 1}, "'heads' must leave an odd .* got 136"),
+        ({"qkv": bf16(ROWS, 2 * WIDTH)}, "'qkv' dimension 1 must be 216"),
+        ({"qkv": bf16(ROWS + 1, 3 * WIDTH)}, "'qkv' dimension 0 'rows' must be 128"),
+        ({"out": bf16(IMAGES, TOKENS, WIDTH)}, "'out' needs 2 dimensions"),
+        ({"out": codes(), "quantiser": Quantiser(torch.ones(2))}, "'scale' dimension 0 must be 1"),
+    ],
+)  # fmt: skip
+def test_sizes_that_the_kernel_does_not_have_are_refused_by_name(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=f"^image_attention: {message}"):
+        call(**changed)
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """Dense, but not from a multiple of 16 bytes on."""
+    return torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)
+
+
+@pytest.mark.parametrize("name", ["qkv", "out"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        shifted,
+        lambda tensor: tensor.float(),
+        lambda tensor: tensor[:1].expand(tensor.shape),
+        lambda tensor: torch.cat((tensor, tensor), -1)[:, : tensor.shape[1]],
+    ],
+)
+def test_memory_that_the_kernel_would_read_wrongly_is_refused_by_name(
+    name: str, spoil: Callable[[Tensor], Tensor]
+) -> None:
+    tensor = bf16(ROWS, WIDTH if name == "out" else 3 * WIDTH)
+    with pytest.raises(KernelError, match=f"^image_attention: '{name}' must "):
+        call(**{name: spoil(tensor)})
+
+
+def test_codes_and_their_scale_are_checked() -> None:
+    with pytest.raises(KernelError, match="'out' must be float8_e4m3fn"):
+        call(quantiser=Quantiser(torch.ones(1)))
+    with pytest.raises(KernelError, match="'out' must be bfloat16"):
+        call(out=codes())
+    with pytest.raises(KernelError, match="'scale' must be float32"):
+        call(out=codes(), quantiser=Quantiser(torch.ones(1).double()))
+    with pytest.raises(KernelError, match="'quantiser' must have no multiplier"):
+        call(out=codes(), quantiser=Quantiser(torch.ones(1), torch.ones(WIDTH)))
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    with pytest.raises(KernelError, match="image_attention: 'out' is on 'meta', the kernel runs on 'cpu'"):
+        call(out=bf16(ROWS, WIDTH).to("meta"))
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", range(24, 121, 16))
+@pytest.mark.parametrize("chosen", [{}, {"CLUSTER": 1}, {"ROW_TILES": 1}], ids=str)
+def test_every_size_fits_a_block(tokens: int, head_dim: int, chosen: dict[str, int]) -> None:
+    source = image_attention_source(tokens, 2, head_dim, chosen)
+    assert chosen.items() <= source.defines.items()
+    assert source.defines["SHARED_BYTES"] <= SHARED_LIMIT
+    assert threads(source) in (128, 256)
+    rows = box_rows(tokens, source.defines["CLUSTER"])
+    assert 64 % rows == 0  # queries are whole boxes
+    assert tokens // 4 // source.defines["CLUSTER"] % rows == 0
+    assert rows * head_dim * 2 % 128 == 0  # where the engine may write
+
+
+def test_two_blocks_of_siglip_share_a_multiprocessor() -> None:
+    reserved = 1024  # of a block, for the system
+    assert 2 * (shared_bytes(256, 72) + reserved) <= 228 * 1024

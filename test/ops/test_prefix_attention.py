@@ -1,0 +1,121 @@
+"""What of the prefix's own attention needs no GPU: memory, grid, refusals."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashrt_ros.ops import ShapeError
+from flashrt_ros.ops.cuda.compiler import full_text
+from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.prefix_attention import (
+    blocks,
+    prefix_attention,
+    prefix_attention_source,
+    shared_bytes,
+    unsuited,
+)
+from flashrt_ros.ops.cuda.rows import CODES, Quantiser
+
+SHARED_LIMIT = 232448  # bytes that a block of a Hopper GPU may have
+ROWS = 24
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def arguments(**other: Any) -> dict[str, Any]:
+    usual = {
+        "query": bf16(ROWS, 2560)[:, :2048].view(ROWS, 8, 256), "key": bf16(ROWS, 1, 256), "value": bf16(ROWS, 1, 256),
+        "valid": torch.ones(1, dtype=torch.int32), "out": bf16(ROWS, 2048),
+    }  # fmt: skip
+    return {**usual, **other}
+
+
+@pytest.mark.parametrize(
+    ("rows", "cluster", "count"), [(712, 1, 89), (712, 2, 90), (712, 4, 92), (968, 2, 122), (1, 1, 1), (1, 4, 4)]
+)
+def test_the_grid_is_whole_clusters(rows: int, cluster: int, count: int) -> None:
+    assert blocks(rows, cluster) == count
+
+
+def test_shared_memory_fits_a_hopper_block() -> None:
+    assert shared_bytes() <= SHARED_LIMIT
+
+
+def test_launcher_and_kernel_agree_on_the_sizes() -> None:
+    """The offsets that the kernel computes, from its own constants, end where the launcher's memory ends."""
+    text = full_text(prefix_attention_source({}))
+    found = dict(re.findall(r"\b(k[A-Z]\w+) = (\d+)\b", text))
+    sizes = {name: int(found[name]) for name in ("kHeads", "kHeadDim", "kBlockRows", "kPieces", "kColumns", "kPhases")}
+    tile = int(re.findall(r"#define TILE_ROWS (\d+)", text)[0])
+    product_rows = sizes["kHeads"] * sizes["kBlockRows"]
+    slots = sizes["kPhases"] * sizes["kPieces"]
+    ring = slots * tile * sizes["kColumns"] * 2
+    barriers = (2 * slots + 1) * 8
+    assert shared_bytes() == product_rows * sizes["kHeadDim"] * 2 + ring + 2 * product_rows * 8 + barriers
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [((9, 0), ""), ((8, 9), "this GPU is sm_89"), ((12, 0), "this GPU is sm_120a")]
+)
+def test_only_hopper_is_suited(capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert reason in unsuited(torch.device("cuda", 0))
+    assert bool(unsuited(torch.device("cuda", 0))) == bool(reason)
+
+
+def test_tensors_of_the_cpu_are_refused_after_all_else() -> None:
+    with pytest.raises(KernelError, match="prefix_attention.cu runs on a GPU, the tensors are on 'cpu'"):
+        prefix_attention(**arguments())
+    with pytest.raises(KernelError, match="runs on a GPU"):
+        prefix_attention(
+            **arguments(out=torch.zeros(ROWS, 2048, dtype=CODES), quantiser=Quantiser(torch.ones(1))), overlap=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"query": bf16(ROWS, 4, 256)}, "'query' dimension 1 must be 8"),
+        ({"query": bf16(ROWS, 8, 128)}, "'query' dimension 2 must be 256"),
+        ({"key": bf16(ROWS, 2, 256)}, "'key' dimension 1 must be 1"),
+        ({"value": bf16(ROWS + 1, 1, 256)}, "'value' dimension 0 'rows' must be 24"),
+        ({"valid": torch.ones(2, dtype=torch.int32)}, "'valid' dimension 0 must be 1"),
+        ({"out": bf16(ROWS, 8, 256)}, "'out' needs 2 dimensions"),
+        ({"quantiser": Quantiser(torch.ones(2))}, "'scale' dimension 0 must be 1"),
+    ],
+)
+def test_wrong_shapes_are_named(other: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError, match=f"prefix_attention: {message}"):
+        prefix_attention(**arguments(**other))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"query": bf16(ROWS, 8, 256).float()}, "'query' must be bfloat16"),
+        ({"query": bf16(8, ROWS, 256).transpose(0, 1)}, "'query' must be bfloat16 with contiguous rows"),
+        ({"query": bf16(1, 8, 256).expand(ROWS, 8, 256)}, "rows at least 2048 values apart, by multiples of 8, got 0"),
+        ({"query": bf16(ROWS, 2052)[:, :2048].view(ROWS, 8, 256)}, "by multiples of 8, got 2052"),
+        ({"query": bf16(ROWS, 2056)[:, 1:2049].view(ROWS, 8, 256)}, "'query' must begin at a multiple of 16 bytes"),
+        ({"key": bf16(ROWS, 2, 256)[:, :1]}, "'key' must be bfloat16 with contiguous rows one behind the other"),
+        ({"value": bf16(ROWS, 1, 256).half()}, "'value' must be bfloat16"),
+        ({"valid": torch.ones(1, dtype=torch.int64)}, "'valid' must be int32"),
+        ({"out": torch.zeros(ROWS, 2048)}, "'out' must be bfloat16"),
+        ({"out": bf16(ROWS, 2560)[:, :2048]}, "'out' must be bfloat16 with contiguous rows"),
+        ({"quantiser": Quantiser(torch.ones(1))}, "'out' must be float8_e4m3fn"),
+        ({"quantiser": Quantiser(torch.ones(1), torch.ones(2048))}, "a multiplier is for what a norm gives"),
+        ({"quantiser": Quantiser(torch.ones(1).double())}, "'scale' must be float32"),
+        ({"valid": torch.ones(1, dtype=torch.int32, device="meta")}, "'valid' is on 'meta', the kernel runs on 'cpu'"),
+        ({"out": bf16(ROWS, 2048).to("meta")}, "'out' is on 'meta'"),
+    ],
+)
+def test_memory_that_the_kernel_would_read_wrongly_is_refused(other: dict[str, Any], message: str) -> None:
+    with pytest.raises(KernelError, match=f"prefix_attention: .*{message}"):
+        prefix_attention(**arguments(**other))
