@@ -29,19 +29,21 @@ from flashrt_ros.ops.cuda.rows import CODES, Quantiser, quantise
 
 TOKENS, IMAGE_HEADS, IMAGE_DIM = 256, 16, 72
 HEADS, HEAD_DIM = 8, 256
+COMMITTED = RESULTS / "h200_attention.json"
 LAYERS, REPEATS = {"image": 27, "prefix": 17}, 12
 SIZES = {"image": (2, 3), "prefix": (712, 968)}  # images; rows
 LIBRARY, OWN, LIBRARY_CODES, OWN_CODES = "PyTorch", "own", "PyTorch, then codes", "own, codes inside"
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "image": ({"CLUSTER": 1}, {"CLUSTER": 4}, {"ROW_TILES": 1}),
-    "prefix": ({"CLUSTER": 1}, {"CLUSTER": 4}),
+    "prefix": ({"CLUSTER": 2}, {"CLUSTER": 4}),
 }
 
 PROTOCOL = (
     f"us: one layer of a CUDA graph that holds all layers ({LAYERS['image']} of vision, {LAYERS['prefix']} of the "
     f"prefix) with inputs of their own, median of {REPEATS} replays after 3, between device events. PyTorch: what runs "
     "without the own kernels (cuDNN for images, FlashAttention with a length on the device for the prefix), then "
-    "codes: with quantise behind it. own: with overlap. distance: of layer 0 from float32, relative."
+    "codes: with quantise behind it. own: without early launch, as in the stages. distance: of layer 0 from float32, "
+    "relative."
 )
 
 
@@ -83,9 +85,8 @@ class Images:
     def own(self, layer: int, out: Tensor, quantiser: Quantiser | None, variant: Mapping[str, int]) -> None:
         """The own kernel."""
         image_attention(
-            self.inputs[layer], images=self.images, heads=IMAGE_HEADS, out=out, quantiser=quantiser, overlap=True,
-            variant=variant,
-        )  # fmt: skip
+            self.inputs[layer], images=self.images, heads=IMAGE_HEADS, out=out, quantiser=quantiser, variant=variant
+        )
 
 
 class Prefix:
@@ -119,7 +120,7 @@ class Prefix:
         """The own kernel."""
         prefix_attention(
             self._queries[layer], self._keys[layer], self._values[layer], self._valid, out=out, quantiser=quantiser,
-            overlap=True, variant=variant,
+            variant=variant,
         )  # fmt: skip
 
 
@@ -175,22 +176,27 @@ def shown(result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="image or prefix; nothing is written then")
-    parser.add_argument("--show", type=Path, nargs="?", const=RESULTS / "h200_attention.json", help="print a result")
+    parser.add_argument("--show", type=Path, nargs="?", const=COMMITTED, help="print a result (default: the H200's)")
     args = parser.parse_args()
-    if args.show:
+    kinds = args.only.split(",") if args.only else list(SIZES)
+    unknown = [kind for kind in kinds if kind not in SIZES]
+    if unknown:
+        parser.error(f"unknown attention '{unknown[0]}'; there are: {', '.join(SIZES)}")
+    if args.show is not None:
+        if not args.show.is_file():
+            parser.error(f"there is no result '{args.show}'; measure it on a GPU first")
         print(shown(json.loads(args.show.read_text())))
         return
     device = gpu("attention", unsuited)
-    kinds = args.only.split(",") if args.only else list(SIZES)
     result = {
         "attention": {kind: {str(size): measured(kind, size, device) for size in SIZES[kind]} for kind in kinds},
-        "kernels": digests(*(f"{kind}_attention" for kind in kinds)),
+        "sources": digests(*(f"{kind}_attention" for kind in kinds)),
     }
-    print(shown(result))
     if not args.only:
         write_result(result_name("attention", torch.cuda.get_device_name(device)), result, PROTOCOL)
+    print(shown(result))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@
 #   full        h200_pi05.json, the plan with one graph a decision                     30 s
 #   roofline    roofline_pi05.json                                                     5 s
 #   capsules    h200_capsules.json                                                     35 s
-#   parts       h200_products.json, h200_expert.json, single kernels                   1 min
+#   parts       h200_products.json, h200_attention.json, h200_expert.json: kernels     2 min
 #   tiers       h200_pi05.json and files of each tier: calibrated, gated, timed        3 min a tier
 #   node        h200_node.json, the node end to end                                    2 min, needs ROS
 #   accelerate  h200_accelerate.json, unmodified models                                1 to 8 min a model, needs LeRobot
@@ -107,7 +107,9 @@ step_capsules() {
 	script capsules h200_capsules.json -- --device "$DEVICE" --checkpoint "$checkpoint" --set "preset=$PRESET"
 }
 
-step_parts() { script products h200_products.json && script expert h200_expert.json; }
+step_parts() {
+	script products h200_products.json && script attention h200_attention.json && script expert h200_expert.json
+}
 
 step_tiers() {
 	local tiers=() tier calibration case status=0
