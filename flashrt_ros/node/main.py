@@ -1,18 +1,18 @@
 """The process: one policy node, one executor, and an end in bounded time with code 0.
 
 rclpy's own signal handlers invalidate the context under a running executor, which hangs or fails now and then. Here the
-handlers only set an event, and the executor is left between two callbacks.
+handlers only note that the end was asked for, and the executor is left between two callbacks.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from .stop_signal import StopSignal
 
 if TYPE_CHECKING:
     from .policy_node import PolicyNode
@@ -25,10 +25,7 @@ _SWITCH_INTERVAL_S = 1e-3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the node until SIGINT or SIGTERM; returns the exit code: 0, or 2 if it could not start."""
-    stop = threading.Event()
-    # Before anything slow is imported, so that an early Ctrl-C is no traceback.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = StopSignal()  # before anything slow is imported, so that an early Ctrl-C is no traceback
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         node = _start(list(sys.argv if argv is None else argv))
@@ -50,7 +47,7 @@ def _start(argv: list[str]) -> PolicyNode:
     return PolicyNode()
 
 
-def _spin(node: PolicyNode, stop: threading.Event) -> None:
+def _spin(node: PolicyNode, stop: StopSignal) -> None:
     """Serve the node until `stop`, then end it."""
     import rclpy
     from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor

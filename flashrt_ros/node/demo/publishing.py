@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,13 +10,13 @@ import rclpy
 from rclpy.node import Node
 from rclpy.signals import SignalHandlerOptions
 
+from ..stop_signal import StopSignal
+
 
 @contextmanager
-def publishing_node(name: str) -> Iterator[tuple[Node, threading.Event]]:
-    """Yield a node that only publishes, so nothing needs to spin, and an event that SIGINT and SIGTERM set."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+def publishing_node(name: str) -> Iterator[tuple[Node, StopSignal]]:
+    """Yield a node that only publishes, so nothing needs to spin, and what SIGINT and SIGTERM set."""
+    stop = StopSignal()
     # rclpy's own handlers invalidate the context under a running loop.
     rclpy.init(signal_handler_options=SignalHandlerOptions.NO)
     node = Node(name)
@@ -29,7 +27,7 @@ def publishing_node(name: str) -> Iterator[tuple[Node, threading.Event]]:
         rclpy.try_shutdown()
 
 
-def keep_pace(rate: float, stop: threading.Event, publish: Callable[[float], None]) -> None:
+def keep_pace(rate: float, stop: StopSignal, publish: Callable[[float], None]) -> None:
     """Call `publish(seconds since start)` at `rate` Hz until `stop`; a late call is made up for by skipping."""
     start = time.monotonic()
     tick = 0
