@@ -218,3 +218,22 @@ def test_a_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
     graph.replay()
     assert x.tolist() == [100.0] * 8
     assert gc.isenabled()
+
+
+def test_a_captured_float32_product_is_exact_whatever_the_process_allows() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        generator = torch.Generator("cuda").manual_seed(0)
+        x, y = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(2))
+        out = torch.empty(512, 512, device="cuda")
+
+        def body(arena: Mapping[str, torch.Tensor], variant: Variant) -> None:
+            torch.mm(arena["x"], arena["y"], out=arena["out"])
+
+        capture(body, {"x": x, "y": y, "out": out}, Variant("any", {}), torch.device("cuda")).replay()
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    exact = x.double() @ y.double()
+    assert (out.double() - exact).norm() / exact.norm() < 1e-5  # 3e-4 with TF32

@@ -81,7 +81,7 @@ def subnormal(matrices: Tensor, bits: int) -> tuple[Codes, Tensor]:
         values, scales = e4m3.decode(made), None
     else:
         of_values = codes(0, 2, layers, outputs, inputs) | signs << 3
-        made, scales = e2m1.pack(of_values), codes(1, 8, layers, outputs, inputs // 16)
+        made, scales = e2m1.pack(of_values), codes(0, 8, layers, outputs, inputs // 16)
         values = e2m1.decode(of_values) * e4m3.decode(scales).repeat_interleave(16, dim=-1)
     factor = (matrices.float().std() / values.std()).expand(layers, outputs).contiguous()
     return Codes(made, factor, scales), values * factor[..., None]

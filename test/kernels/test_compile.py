@@ -46,6 +46,8 @@ SOURCES = (
     expert_source(rows=50, capacity=968, clusters=15, bits=(8, 8, 8, 8)),
     expert_source(rows=50, capacity=968, clusters=15, bits=(4, 4, 4, 4), RESIDENT=0, OVERLAP=1),
     expert_source(rows=10, capacity=968, clusters=15, bits=(16, 8, 4, 4), RESIDENT=0, OVERLAP=1),
+    expert_source(rows=30, capacity=712, clusters=15, bits=(16, 8, 4, 8), RESIDENT=0),
+    expert_source(rows=60, capacity=960, clusters=15, bits=(4, 4, 8, 4)),
     expert_source(rows=1, capacity=712, clusters=3, bits=(4, 4, 8, 16)),
     CAPSULE,
     image_attention_source(256, 16, 72, {}),
@@ -70,7 +72,7 @@ HOPPER = (
 HOPPER_ATTENTION = (
     prefix_attention_source({}),
     prefix_attention_source({"OUT8": 1, "OVERLAP": 1}),
-    prefix_attention_source({"CLUSTER": 1}),
+    prefix_attention_source({"CLUSTER": 2}),
     prefix_attention_source({"CLUSTER": 4, "OVERLAP": 1}),
 )
 
@@ -118,6 +120,12 @@ def test_prefix_attention_has_registers_enough(source: KernelSource) -> None:
     report = assembler_report(source)
     assert "0 bytes spill stores, 0 bytes spill loads" in report
     assert "serialized" not in report
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_experts_products_of_four_warps_do_not_wait_for_each_other(bits: int) -> None:
+    source = expert_source(rows=50, capacity=968, clusters=15, bits=(bits, bits, bits, bits))
+    assert "serialized" not in assembler_report(source)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -189,16 +191,72 @@ def test_narrow_weights_keep_their_values_and_tables_their_factors(kind: str, bi
     torch.testing.assert_close(tables.gate_up[0, 0], expected, rtol=1e-4, atol=1e-3)
 
 
-def test_codes_without_a_meaning_are_refused() -> None:
+SHAPES = {"qkv": (2560, 1024), "output": (1024, 2048), "gate_up": (8192, 1024), "down": (1024, 4096)}
+
+
+def pack_with(**given: torch.Tensor | Codes) -> ExpertWeights:
+    """One layer of zeros, but for what is given."""
+    matrices: dict[str, torch.Tensor | Codes] = {
+        name: torch.zeros(1, *shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()
+    }
+    ends = (torch.zeros(1024, 32), torch.zeros(1024)), (torch.zeros(32, 1024), torch.zeros(32))
+    qkv, output, gate_up, down = {**matrices, **given}.values()
+    return pack(qkv, output, gate_up, down, *ends)
+
+
+def test_scales_that_are_no_numbers_are_refused() -> None:
     codes, _ = drawn_codes("nvfp4", 1024, 2048, layers=1)
     assert codes.scales is not None
     codes.scales[0, 3, 5] = 127
-    wide = [
-        torch.zeros(1, outputs, inputs).bfloat16() for outputs, inputs in ((2560, 1024), (8192, 1024), (1024, 4096))
-    ]
-    ends = (torch.zeros(1024, 32), torch.zeros(1024)), (torch.zeros(32, 1024), torch.zeros(32))
-    with pytest.raises(KernelError, match="scales of NVFP4 blocks must be E4M3 codes from 0 to 126, got 127"):
-        pack(wide[0], codes, wide[1], wide[2], *ends)
+    with pytest.raises(KernelError, match=r"'output.scales' must be E4M3 codes from 0 to 126, got 127"):
+        pack_with(output=codes)
+
+
+@pytest.mark.parametrize("code", [127, 255])
+def test_codes_that_are_no_numbers_are_refused(code: int) -> None:
+    """The kernel would read them as 480, while the tables of what shifts give would hold NaN."""
+    codes, _ = drawn_codes("e4m3", 1024, 4096, layers=1)
+    codes.values[0, 1023, 17] = code
+    with pytest.raises(KernelError, match=r"'down.values' must be E4M3 codes of numbers, got 127 or 255"):
+        pack_with(down=codes)
+
+
+def zero_codes(kind: str) -> Codes:
+    """For qkv, whose outputs change their order."""
+    factor, width = torch.ones(1, 2560), 1024 if kind == "e4m3" else 512
+    scales = None if kind == "e4m3" else torch.zeros(1, 2560, 64, dtype=torch.uint8)
+    return Codes(torch.zeros(1, 2560, width, dtype=torch.uint8), factor, scales)
+
+
+@pytest.mark.parametrize("outputs", [1, 2559, 9999])
+def test_parts_of_codes_that_do_not_fit_are_refused_before_their_outputs_are_ordered(outputs: int) -> None:
+    """Behind that, a GPU would have stopped for an index without an end, or the rest been dropped."""
+    wrong = replace(zero_codes("e4m3"), factor=torch.ones(1, outputs))
+    with pytest.raises(ShapeError, match=f"'qkv.factor' dimension 1 must be 2560 .*, got {outputs}"):
+        pack_with(qkv=wrong)
+    wrong = replace(zero_codes("nvfp4"), scales=torch.zeros(1, outputs, 64, dtype=torch.uint8))
+    with pytest.raises(ShapeError, match=f"'qkv.scales' dimension 1 must be 2560 .*, got {outputs}"):
+        pack_with(qkv=wrong)
+    with pytest.raises(ShapeError, match="'qkv' needs 3 dimensions"):
+        pack_with(qkv=replace(zero_codes("e4m3"), values=torch.zeros(2560, 1024, dtype=torch.uint8)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(1, 2560, 1024), "'qkv' must be torch.bfloat16, got torch.float32"),
+        (replace(zero_codes("e4m3"), factor=torch.ones(1, 2560).bfloat16()), "'qkv.factor' must be torch.float32"),
+        (replace(zero_codes("nvfp4"), scales=torch.zeros(1, 2560, 64)), "'qkv.scales' must"),
+        (
+            replace(zero_codes("e4m3"), values=torch.zeros(1, 2560, 1024, dtype=torch.float8_e4m3fn)),
+            "'qkv.values' must be torch.uint8, got torch.float8_e4m3fn",
+        ),
+    ],
+    ids=["matrix", "factor", "scales", "values"],
+)
+def test_types_that_the_kernel_would_misread_are_refused(given: torch.Tensor | Codes, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        pack_with(qkv=given)
 
 
 # -- order and memory --------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def test_wrong_shapes_are_named(other: dict[str, Any], message: str) -> None:
         ({"out": torch.zeros(ROWS, 2048)}, "'out' must be bfloat16"),
         ({"out": bf16(ROWS, 2560)[:, :2048]}, "'out' must be bfloat16 with contiguous rows"),
         ({"quantiser": Quantiser(torch.ones(1))}, "'out' must be float8_e4m3fn"),
-        ({"quantiser": Quantiser(torch.ones(1), torch.ones(2048))}, "a multiplier is for what a norm gives"),
+        ({"quantiser": Quantiser(torch.ones(1), torch.ones(2048))}, "'quantiser' must have no multiplier"),
         ({"quantiser": Quantiser(torch.ones(1).double())}, "'scale' must be float32"),
         ({"valid": torch.ones(1, dtype=torch.int32, device="meta")}, "'valid' is on 'meta', the kernel runs on 'cpu'"),
         ({"out": bf16(ROWS, 2048).to("meta")}, "'out' is on 'meta'"),

@@ -14,6 +14,7 @@ from math import frexp
 import torch
 from torch import Tensor
 
+from ..shapes import check
 from .errors import KernelError
 
 CHUNK = 64  # inputs of a tile that lie together
@@ -25,6 +26,7 @@ LACKING = {8: 2.0**40, 4: 2.0**7}
 """By how much the kernel's sums of weights with so many bits are too small (see kernels/expert_weights.cuh)."""
 _LEAST_EXPONENT = 22  # what is added to the exponent of a block's scale, from -9 to 8, to make five bits
 _LARGEST_SCALE = 126  # code of E4M3; 127 is NaN
+_NAN = 127  # of E4M3, without its sign
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -118,10 +120,31 @@ class Codes:
     scales: Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Of the stack."""
-        layers, outputs, width = self.values.shape
-        return layers, outputs, width * (1 if self.scales is None else 2)
+        return *self.values.shape[:-1], self.values.shape[-1] * (1 if self.scales is None else 2)
+
+    def check(self, name: str) -> None:
+        """ShapeError or KernelError unless the parts of the stack called `name` fit each other and are numbers."""
+        layers, outputs, inputs = self.shape
+        check("expert weights", **{f"{name}.factor": (self.factor, (layers, outputs))})
+        check_type(f"{name}.values", self.values, torch.uint8)
+        check_type(f"{name}.factor", self.factor, torch.float32)
+        if self.scales is None:
+            if any(int((layer & _NAN).max()) == _NAN for layer in self.values):
+                raise KernelError(
+                    f"expert weights: '{name}.values' must be E4M3 codes of numbers, got {_NAN} or {_NAN | 128}, which "
+                    "are NaN; quantise the weights again"
+                )
+            return
+        check("expert weights", **{f"{name}.scales": (self.scales, (layers, outputs, inputs // BLOCK))})
+        check_type(f"{name}.scales", self.scales, torch.uint8)
+        largest = int(self.scales.max())
+        if largest > _LARGEST_SCALE:
+            raise KernelError(
+                f"expert weights: '{name}.scales' must be E4M3 codes from 0 to {_LARGEST_SCALE}, got {largest}; "
+                "quantise the weights again"
+            )
 
     def ordered(self, outputs: Tensor) -> Codes:
         """The same with outputs in the order int[outputs]."""
@@ -211,10 +234,7 @@ def _scale_codes(device: torch.device) -> Tensor:
     return torch.tensor(made, dtype=torch.uint8, device=device)
 
 
-def check_scales(scales: Tensor) -> None:
-    """KernelError unless all are codes of numbers that are not negative."""
-    if int(scales.max()) > _LARGEST_SCALE:
-        raise KernelError(
-            f"expert weights: scales of NVFP4 blocks must be E4M3 codes from 0 to {_LARGEST_SCALE}, got "
-            f"{int(scales.max())}; quantise the weights again"
-        )
+def check_type(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """KernelError unless `values` have that type, which the kernel reads without asking."""
+    if values.dtype != dtype:
+        raise KernelError(f"expert weights: '{name}' must be {dtype}, got {values.dtype}; convert it first")

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..shapes import check
 from .expert_codes import (
-    BLOCK,
     CHUNK,
     LACKING,
     RANKS,
     Codes,
-    check_scales,
+    check_type,
     tiles_of_e4m3,
     tiles_of_nvfp4,
     values_of_e4m3,
@@ -145,7 +144,7 @@ def pack(
 
     Raises:
         ShapeError: one has another shape.
-        KernelError: codes without a meaning.
+        KernelError: one has another type, or codes that are no numbers.
     """
     check(
         "expert weights",
@@ -156,6 +155,11 @@ def pack(
         enter=(enter[0], (WIDTH, ACTIONS)),
         leave=(leave[0], (ACTIONS, WIDTH)),
     )
+    for name, matrix in (("qkv", qkv), ("output", output), ("gate_up", gate_up), ("down", down)):
+        if isinstance(matrix, Codes):
+            matrix.check(name)
+        else:
+            check_type(name, matrix, torch.bfloat16)
     rotated = rotary_pairs(HEADS + 1)
     return ExpertWeights(
         project=_stream(qkv, torch.cat((rotated, torch.arange(HEAD_DIM) + len(rotated)))),
@@ -175,16 +179,12 @@ def _shaped(matrix: Tensor | Codes) -> Tensor:
 
 
 def _stream(matrix: Tensor | Codes, order: Tensor | None = None) -> Stream:
-    """Packed, with outputs in `order`."""
+    """Packed, with outputs in `order`; what does not fit has been refused."""
     if isinstance(matrix, Tensor):
         return Stream(pack_tiles(matrix if order is None else matrix[:, order.to(matrix.device)]))
     codes = matrix if order is None else matrix.ordered(order.to(matrix.values.device))
-    layers, outputs, inputs = codes.shape
-    check("expert weights", factor=(codes.factor, (layers, outputs)))
     if codes.scales is None:
         return Stream(torch.stack([tiles_of_e4m3(values) for values in codes.values]), codes.factor * LACKING[8])
-    check("expert weights", scales=(codes.scales, (layers, outputs, inputs // BLOCK)))
-    check_scales(codes.scales)
     tiles = [tiles_of_nvfp4(*layer) for layer in zip(codes.values, codes.scales, strict=True)]
     return Stream(torch.stack(tiles), codes.factor * LACKING[4])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,9 +12,8 @@ from torch import Tensor
 from ..shapes import ShapeError, check
 from .boundary import demand_dense, demand_device
 from .compiler import KernelSource
-from .errors import KernelError
 from .kernel import kernel
-from .rows import CODES, Quantiser
+from .rows import CODES, Quantiser, lone_scale
 from .tensor_map import launch_with_maps, tensor_map
 
 _OP = "image_attention"
@@ -44,9 +42,10 @@ def image_attention(
     """
     check(_OP, out=(out, "rows width"), qkv=(qkv, ("rows", 3 * out.shape[-1])))
     tokens, head_dim = _tokens(out.shape[0], images), _head_dim(out.shape[1], heads)
-    _demand_memory(qkv, out, quantiser)
+    scale = None if quantiser is None else lone_scale(_OP, quantiser)
+    _demand_memory(qkv, out, scale)
     source = image_attention_source(
-        tokens, heads, head_dim, {"QUANTISED": int(quantiser is not None), "OVERLAP": int(overlap), **(variant or {})}
+        tokens, heads, head_dim, {"QUANTISED": int(scale is not None), "OVERLAP": int(overlap), **(variant or {})}
     )
     nbytes = source.defines["SHARED_BYTES"]
     launch_with_maps(
@@ -58,7 +57,7 @@ def image_attention(
         (
             tensor_map(qkv, (box_rows(tokens, source.defines["CLUSTER"]), head_dim), 0),
             ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_void_p(None if quantiser is None else quantiser.scale.data_ptr()),
+            ctypes.c_void_p(None if scale is None else scale.data_ptr()),
             ctypes.c_float(math.log2(math.e) / math.sqrt(head_dim)),
         ),
         overlap=overlap,
@@ -75,7 +74,6 @@ def image_attention_source(tokens: int, heads: int, head_dim: int, defines: Mapp
     return KernelSource(_OP, {**usual, **defines, **sizes})
 
 
-@lru_cache(maxsize=64)
 def shared_bytes(tokens: int, head_dim: int) -> int:
     """Shared memory of a block: what it reads, or later the results of the parts; their extremes; the barriers."""
     inputs = (_QUERIES + 2 * tokens) * head_dim * 2
@@ -96,19 +94,27 @@ def threads(source: KernelSource) -> int:
 
 def unsuited(tokens: int, head_dim: int) -> str:
     """Why the kernel cannot serve images of `tokens` rows and heads of `head_dim` columns; empty if it can."""
-    try:
-        _tokens(tokens, 1)
-        _head_dim(head_dim, 1)
-    except ShapeError as error:
-        return str(error)
-    return ""
+    if _takes_tokens(tokens) and _takes_head(head_dim):
+        return ""
+    return (
+        f"{_OP}.cu takes images of a multiple of {_QUERIES} tokens up to {_MOST_TOKENS} and heads of an odd multiple "
+        f"of 8 from {_LEAST_HEAD} to {_MOST_HEAD}, found {tokens} and {head_dim}"
+    )
+
+
+def _takes_tokens(tokens: int) -> bool:
+    return tokens % _QUERIES == 0 and 0 < tokens <= _MOST_TOKENS
+
+
+def _takes_head(head_dim: int) -> bool:
+    return head_dim % 16 == 8 and _LEAST_HEAD <= head_dim <= _MOST_HEAD
 
 
 def _tokens(rows: int, images: int) -> int:
     if images < 1 or rows % images:
         raise ShapeError(f"{_OP}: 'images' must divide the {rows} rows of 'out', got {images}")
     tokens = rows // images
-    if tokens % _QUERIES or not 0 < tokens <= _MOST_TOKENS:
+    if not _takes_tokens(tokens):
         raise ShapeError(
             f"{_OP}: 'images' must leave a multiple of {_QUERIES} rows of 'out' for each, at most {_MOST_TOKENS}, "
             f"got {tokens}; use scaled_dot_product_attention for other sizes"
@@ -120,7 +126,7 @@ def _head_dim(width: int, heads: int) -> int:
     if heads < 1 or width % heads:
         raise ShapeError(f"{_OP}: 'heads' must divide the {width} columns of 'out', got {heads}")
     head_dim = width // heads
-    if head_dim % 16 != 8 or not _LEAST_HEAD <= head_dim <= _MOST_HEAD:
+    if not _takes_head(head_dim):
         raise ShapeError(
             f"{_OP}: 'heads' must leave an odd multiple of 8 columns of 'out' for each, from {_LEAST_HEAD} to "
             f"{_MOST_HEAD}, got {head_dim}; use scaled_dot_product_attention for other sizes"
@@ -128,14 +134,9 @@ def _head_dim(width: int, heads: int) -> int:
     return head_dim
 
 
-def _demand_memory(qkv: Tensor, out: Tensor, quantiser: Quantiser | None) -> None:
+def _demand_memory(qkv: Tensor, out: Tensor, scale: Tensor | None) -> None:
     demand_dense(_OP, torch.bfloat16, qkv=qkv)
-    demand_dense(_OP, torch.bfloat16 if quantiser is None else CODES, out=out)
+    demand_dense(_OP, torch.bfloat16 if scale is None else CODES, out=out)
     demand_device(f"{_OP}: 'out'", out, qkv.device)
-    if quantiser is None:
-        return
-    if quantiser.multiplier is not None:
-        raise KernelError(f"{_OP}: 'quantiser' must have no multiplier, which is for what a norm gives; fold it away")
-    check(_OP, scale=(quantiser.scale, "1"))
-    demand_dense(_OP, torch.float32, alignment=4, scale=quantiser.scale)
-    demand_device(f"{_OP}: 'scale'", quantiser.scale, qkv.device)
+    if scale is not None:
+        demand_device(f"{_OP}: 'scale'", scale, qkv.device)

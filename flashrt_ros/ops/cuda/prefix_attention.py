@@ -17,7 +17,7 @@ from .boundary import demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
-from .rows import CODES, Quantiser
+from .rows import CODES, Quantiser, demand_heads, lone_scale
 from .tensor_map import launch_with_maps, tensor_map
 
 ARCHITECTURE = "sm_90a"
@@ -29,7 +29,6 @@ _TILE_KEYS, _PIECE_KEYS = 128, 32  # rows of keys, and of values, that one slot 
 _COLUMNS, _SWIZZLE = 64, 128  # of a box, and its bytes
 _SLOTS, _SLOT_BYTES = 12, 16384
 _THREADS = 384
-_ALIGNED = 8  # bfloat16 values that the copy engine wants rows to be multiples of
 
 
 def unsuited(device: torch.device) -> str:
@@ -58,7 +57,7 @@ def prefix_attention(
         overlap: begin beside the kernel in front of this one, and let the next one do so; changes no bit.
         variant: other compile-time choices than the best known ones, for whoever measures them.
     """
-    scale = None if quantiser is None else _scale(quantiser)
+    scale = None if quantiser is None else lone_scale(_OP, quantiser)
     _check(query, key, value, valid, out, scale)
     reason = unsuited(query.device)
     if reason:
@@ -98,28 +97,16 @@ def shared_bytes() -> int:
     return product_rows * _HEAD_DIM * 2 + _SLOTS * _SLOT_BYTES + 2 * product_rows * 8 + (2 * _SLOTS + 1) * 8
 
 
-def _scale(quantiser: Quantiser) -> Tensor:
-    if quantiser.multiplier is not None:
-        raise KernelError(f"{_OP}: a multiplier is for what a norm gives; give a Quantiser of a scale alone")
-    check(_OP, scale=(quantiser.scale, "1"))
-    demand_dense(_OP, torch.float32, alignment=4, scale=quantiser.scale)
-    return quantiser.scale
-
-
 def _check(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, out: Tensor, scale: Tensor | None) -> None:
     head, row = f"1 {_HEAD_DIM}", f"rows {_HEADS} {_HEAD_DIM}"
     check(
         _OP, query=(query, row), key=(key, f"rows {head}"), value=(value, f"rows {head}"), valid=(valid, "1"),
         out=(out, f"rows {_WIDTH}"),
     )  # fmt: skip
-    demand_dense(_OP, torch.bfloat16, query=query[:1], key=key, value=value)
+    demand_heads(_OP, query, query.shape[0])
+    demand_dense(_OP, torch.bfloat16, key=key, value=value)
     demand_dense(_OP, torch.int32, alignment=4, valid=valid)
     demand_dense(_OP, torch.bfloat16 if scale is None else CODES, out=out)
-    if query.shape[0] > 1 and (query.stride(0) % _ALIGNED or query.stride(0) < _WIDTH):
-        raise KernelError(
-            f"{_OP}: 'query' must have rows at least {_WIDTH} values apart, by multiples of {_ALIGNED}, got "
-            f"{query.stride(0)}; give its contiguous()"
-        )
     for name, tensor in {"key": key, "value": value, "valid": valid, "out": out, "scale": scale}.items():
         if tensor is not None:
             demand_device(f"{_OP}: '{name}'", tensor, query.device)

@@ -88,17 +88,15 @@ def residual_rms_norm(
 
 def quantise(x: Tensor, quantiser: Quantiser, *, out: Tensor, overlap: bool = False) -> None:
     """out = codes (float8_e4m3fn) of x bf16[rows, width], both contiguous; `quantiser` has no multiplier."""
-    check("quantise", x=(x, "rows width"), out=(out, "rows width"), scale=(quantiser.scale, "1"))
-    if quantiser.multiplier is not None:
-        raise KernelError("quantise: a multiplier is for what a norm gives")
+    check("quantise", x=(x, "rows width"), out=(out, "rows width"))
+    scale = lone_scale("quantise", quantiser)
     demand_dense("quantise", torch.bfloat16, x=x)
-    demand_dense("quantise", torch.float32, alignment=4, scale=quantiser.scale)
     demand_dense("quantise", CODES, out=out)
     if x.numel() % _QUANTISED_VALUES:
         raise ShapeError(f"quantise: 'x' must have a multiple of {_QUANTISED_VALUES} values, got {x.numel()}")
     groups = x.numel() // _QUANTISED_VALUES
     kernel(_source("quantise", overlap), "quantise", x.device).launch(
-        -(-groups // _QUANTISE_THREADS), _QUANTISE_THREADS, x, quantiser.scale, out, groups, overlap=overlap
+        -(-groups // _QUANTISE_THREADS), _QUANTISE_THREADS, x, scale, out, groups, overlap=overlap
     )
 
 
@@ -164,7 +162,7 @@ def split_rope_write(
     demand_dense("split_rope_write", torch.bfloat16, qkv=qkv, rope=rope, key=key, value=value)
     _demand_residual("split_rope_write", residual, rows)
     if query is not None:
-        _demand_heads("split_rope_write", query, rows)
+        demand_heads("split_rope_write", query, rows)
     source = _source("prefix", overlap, WIDTH=width, HEADS=8, HEAD_DIM=256, WITH_QUERY=int(query is not None))
     kernel(source, "split_rope_write", qkv.device).launch(
         rows, _THREADS, residual, qkv, rope, query, key, value, 0 if query is None else query.stride(0), eps,
@@ -251,11 +249,25 @@ def _demand_residual(op: str, residual: Tensor | None, rows: int) -> None:
         demand_dense(op, torch.bfloat16, residual=residual)
 
 
-def _demand_heads(op: str, query: Tensor, rows: int) -> None:
-    """The heads of one row lie one behind the other; rows may be further apart, as in a wider product."""
+def lone_scale(op: str, quantiser: Quantiser) -> Tensor:
+    """The scale of a quantiser for what no norm gives; KernelError if it has a multiplier, or memory that `op` cannot
+    read."""
+    if quantiser.multiplier is not None:
+        raise KernelError(
+            f"{op}: 'quantiser' must have no multiplier, which is for what a norm gives; give one of a scale alone"
+        )
+    check(op, scale=(quantiser.scale, "1"))
+    demand_dense(op, torch.float32, alignment=4, scale=quantiser.scale)
+    return quantiser.scale
+
+
+def demand_heads(op: str, query: Tensor, rows: int) -> None:
+    """KernelError unless the eight heads of a row lie one behind the other; rows may be further apart, as in a wider
+    product."""
     check(op, query=(query, (rows, 8, 256)))
     demand_dense(op, torch.bfloat16, query=query[:1])
     if query.stride(0) % 8 or (rows > 1 and query.stride(0) < 8 * 256):
         raise KernelError(
-            f"{op}: 'query' must have rows at least 2048 values apart, by multiples of 8, got {query.stride(0)}"
+            f"{op}: 'query' must have rows at least 2048 values apart, by multiples of 8, got {query.stride(0)}; give "
+            "its contiguous()"
         )

@@ -33,7 +33,7 @@ class Attentions:
     def __init__(self, config: Pi05Config, device: torch.device, *, overlap: bool, fused: bool = True) -> None:
         self._images, self._heads, self._overlap = len(config.views), config.vision_heads, overlap
         head_dim = config.vision_width // config.vision_heads
-        asked = f"the policy asks for {LIBRARY}"
+        asked = "the own kernel was not asked for"
         reasons = (images.unsuited(config.patches, head_dim), prefixes.unsuited(device)) if fused else (asked, asked)
         self._reasons = dict(zip((IMAGE, PREFIX), reasons, strict=True))
         rows = [config.image_rows + bucket for bucket in config.prompt_buckets]
@@ -58,7 +58,7 @@ class Attentions:
 
         Args:
             qkv: bf16[rows, 3 * width].
-            memory: bf16[rows, width] for the result; `qkv` was made of what is in it.
+            memory: bf16[rows, width] for the result; what it holds is lost.
         """
         if not self.is_own(IMAGE):
             mixed = library.image_attention(qkv, images=self._images, heads=self._heads)
@@ -76,7 +76,7 @@ class Attentions:
         Args:
             query: bf16[rows, heads, head_dim]; key, value: bf16[rows, key heads, head_dim].
             valid: int32[1] on the device; what `take_valid` was last called with.
-            memory: bf16[rows, query width] for the result.
+            memory: bf16[rows, query width] for the result; what it holds is lost.
         """
         if not self.is_own(PREFIX):
             return quantised(self._library[query.shape[0]](query, key, value), quantiser, self._overlap)

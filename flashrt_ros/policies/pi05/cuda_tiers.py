@@ -1,7 +1,7 @@
 """The fused stages for weights in a precision tier: layers of vision and prefix with packed sites.
 
-A norm, a GELU or a GeGLU writes the codes that the product behind it reads, so that nothing is quantised in a step of
-its own but what attention gives. A layer whose sites are all 16-bit runs as in `CudaStages`. How each site is
+A norm, an attention, a GELU or a GeGLU writes the codes that the product behind it reads; only what PyTorch or cuBLASLt
+computes is quantised in a step of its own. A layer whose sites are all 16-bit runs as in `CudaStages`. How each site is
 multiplied is chosen in `cuda_products`.
 """
 

@@ -199,7 +199,9 @@ def test_the_identity_says_how_products_are_multiplied(monkeypatch: pytest.Monke
     assert kernel_identity(parts, "reference") != plain
 
 
-@pytest.mark.parametrize("name", ["expert", "gemm", "norms", "pixels", "prefix", "quantise"])
+@pytest.mark.parametrize(
+    "name", ["expert", "gemm", "image_attention", "norms", "pixels", "prefix", "prefix_attention", "quantise"]
+)
 def test_every_source_of_the_stages_is_in_the_identity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = (KernelReport("vision", FUSED),)
     before = kernel_identity(parts, "reference")
