@@ -1,9 +1,11 @@
 """Nine unmodified models through `accelerate`: what was found, kept and refused, and how fast the complete call became.
 
     python -m benchmarks.accelerate [--models a,b] [--compile a,b] [--out FILE]
+    python -m benchmarks.accelerate --compile-only --models a,b [--out FILE]
 
 Each model runs in a process of its own, at most --limit seconds, and its object in the result file is replaced as soon
-as it is there, so that models can be measured one by one. In every model two wrong kernels are planted in the registry.
+as it is there, so that models can be measured one by one; --compile-only adds what torch.compile makes of models whose
+object is there already. In every model two wrong kernels are planted in the registry.
 A rehearsal without a GPU: --device cpu --tiny. (As a script, python benchmarks/accelerate.py, it would hide the package
 `accelerate` that transformers looks for.)
 """
@@ -38,6 +40,7 @@ PROTOCOL = (
     "interleaved rounds of one process, medians of rounds; the interval is of the median ratio, from order statistics, "
     "95 %. A turn is 50 ms of calls, at least one, after one that does not count. compile_ms: median of 20 calls of "
     "torch.compile in its default mode, after three; LeRobot's policies with the TF32 that their own switch sets. "
+    "Where it was measured by itself, eager_beside_compile_ms is the eager call in that process. "
     "Parity: three examples, against the eager model with equal random seed."
 )
 LEROBOTS_SWITCH = ("lerobot_pi05", "lerobot_pi0", "lerobot_smolvla")  # compile_model sets matmul precision "high"
@@ -157,6 +160,14 @@ def compiled(name: str, workload: Workload, setting: Setting, limit: int) -> dic
         torch.set_float32_matmul_precision(precision)
 
 
+def only_compiled(name: str, setting: Setting, limit: int, known: dict[str, Any]) -> dict[str, Any]:
+    """A `known` object with what torch.compile makes of the model, and the eager call in the same process."""
+    workload = MODELS[name](setting)
+    eager = _typical(workload, setting.device)
+    kept = {key: value for key, value in known.items() if key != "compile_failed"}
+    return kept | {"eager_beside_compile_ms": eager} | compiled(name, workload, setting, limit)
+
+
 def _typical(workload: Workload, device: torch.device, function: Callable[..., Any] | None = None) -> float:
     """Median milliseconds of a complete call."""
     call, times = function or getattr(workload.model, workload.method), []
@@ -176,14 +187,19 @@ def child(args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     gates = Gates(rounds=args.rounds, fewest_calls=1, most_sets=args.most_sets)
     limit = args.compile_limit if args.models in args.compile.split(",") or args.compile == "all" else 0
+    known = _known(args.out)[args.models] if args.compile_only else {}
     try:
         setting = Setting(torch.device(args.device), args.tiny)
-        result = measure(args.models, setting, gates, limit, lambda found: write(args.out, args.models, found))
+        if args.compile_only:
+            result = only_compiled(args.models, setting, args.compile_limit, known)
+        else:
+            result = measure(args.models, setting, gates, limit, lambda found: write(args.out, args.models, found))
     except Exception as error:
         traceback.print_exc()
-        result = {"failed": f"{type(error).__name__}: {error}"}
+        reason = f"{type(error).__name__}: {error}"
+        result = known | {"compile_ms": None, "compile_failed": reason} if args.compile_only else {"failed": reason}
     write(args.out, args.models, result)
-    return 1 if "failed" in result else 0
+    return 1 if "failed" in result or "compile_failed" in result else 0
 
 
 def write(path: Path, name: str, result: dict[str, Any]) -> None:
@@ -244,6 +260,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between (default: all)")
     parser.add_argument("--compile", default="", help="names whose torch.compile is timed too, or 'all'")
+    parser.add_argument("--compile-only", action="store_true", help="only torch.compile, of models that are in --out")
     parser.add_argument("--compile-limit", type=int, default=300, help="seconds that compiling may take (default: 300)")
     parser.add_argument("--limit", type=int, default=420, help="seconds that a model may take (default: 420)")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: 9)")
@@ -258,6 +275,9 @@ def main() -> int:
     unknown = [name for name in names if name not in MODELS]
     if unknown:
         parser.error(f"unknown model '{unknown[0]}'; there are: {', '.join(MODELS)}")
+    absent = [name for name in names if name not in _known(args.out)] if args.compile_only else []
+    if absent:
+        parser.error(f"'{absent[0]}' is not in {args.out}; measure it first, without --compile-only")
     if args.child:
         return child(args)
     if args.merge:
@@ -277,8 +297,10 @@ def _run(name: str, args: argparse.Namespace) -> bool:
         sys.executable, "-W", "ignore", "-m", "benchmarks.accelerate", "--child", "--models", name, "--compile",
         args.compile, "--device", args.device, "--rounds", str(args.rounds), "--most-sets", str(args.most_sets),
         "--compile-limit", str(args.compile_limit), "--out", str(args.out), *(["--tiny"] if args.tiny else []),
+        *(["--compile-only"] if args.compile_only else []),
     ]  # fmt: skip
-    _save(args.out, {model: found for model, found in _known(args.out).items() if model != name}, _facts())
+    if not args.compile_only:
+        _save(args.out, {model: found for model, found in _known(args.out).items() if model != name}, _facts())
     try:
         return subprocess.run(command, timeout=args.limit, check=False).returncode == 0
     except subprocess.TimeoutExpired:
