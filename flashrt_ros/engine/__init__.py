@@ -37,7 +37,7 @@ from .errors import (
     WindowError,
 )
 from .folder import CapsuleFolder
-from .graphs import StageBody, exact_float32, recording_into
+from .graphs import StageBody, recording_into
 from .manager import SessionManager
 from .session import Session
 from .store import CapsuleStore
@@ -83,7 +83,6 @@ __all__ = [
     "WindowPath",
     "arena_offsets",
     "choose_path",
-    "exact_float32",
     "memory_refusals",
     "recording_into",
     "require_memory",

@@ -20,30 +20,17 @@ shape that depends on data, no tensor that outlives the call."""
 _WARM_UP_RUNS = 2  # lazy library handles and autotuning happen here, before capture forbids them
 
 
-_process_wide = threading.RLock()  # one thread at a time changes what holds for the whole process
-
-
-@contextmanager
-def exact_float32() -> Iterator[None]:
-    """Within the block, float32 products and convolutions are not rounded to TF32, whatever the process asked for."""
-    with _process_wide:
-        before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        try:
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+_capturing = threading.RLock()
 
 
 @contextmanager
 def recording_into(graph: Any) -> Iterator[None]:
     """Capture what the current thread enqueues into `graph`, a torch.cuda.CUDAGraph, one capture at a time.
 
-    Garbage is collected before, and not during it: a graph that dies in between waits for the device, and CUDA ends
-    a capture for that.
+    Garbage is not collected meanwhile: a graph that dies in between waits for the device, and CUDA ends a capture for
+    that.
     """
-    with _process_wide:
-        gc.collect()
+    with _capturing:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -103,7 +90,7 @@ def _capture_cuda(body: StageBody, arena: Mapping[str, torch.Tensor], variant: V
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), exact_float32():  # equal fingerprints must give equal bits in every process
+    with torch.inference_mode():
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_RUNS):
                 body(arena, variant)

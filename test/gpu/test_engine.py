@@ -203,37 +203,14 @@ def test_a_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
         holder: list[object] = [dead]
         holder.append(holder)
 
-    threshold = gc.get_threshold()
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
     gc.disable()
     graph_in_a_cycle()
     gc.enable()
-    gc.set_threshold(1, 1, 1)
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with recording_into(graph):
-            made = [[index] for index in range(100)]
-            x.add_(len(made))
-    finally:
-        gc.set_threshold(*threshold)
+    with recording_into(graph):
+        made = [[index] for index in range(10 * gc.get_threshold()[0])]  # enough for the collector to want to run
+        x.add_(len(made))
     graph.replay()
-    assert x.tolist() == [100.0] * 8
+    assert x.tolist() == [float(len(made))] * 8
     assert gc.isenabled()
-
-
-def test_a_captured_float32_product_is_exact_whatever_the_process_allows() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        generator = torch.Generator("cuda").manual_seed(0)
-        x, y = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(2))
-        out = torch.empty(512, 512, device="cuda")
-
-        def body(arena: Mapping[str, torch.Tensor], variant: Variant) -> None:
-            torch.mm(arena["x"], arena["y"], out=arena["out"])
-
-        capture(body, {"x": x, "y": y, "out": out}, Variant("any", {}), torch.device("cuda")).replay()
-        assert torch.backends.cuda.matmul.allow_tf32
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-    exact = x.double() @ y.double()
-    assert (out.double() - exact).norm() / exact.norm() < 1e-5  # 3e-4 with TF32

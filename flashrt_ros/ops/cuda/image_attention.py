@@ -41,7 +41,10 @@ def image_attention(
         variant: other compile-time choices than the best known ones, for whoever measures them.
     """
     check(_OP, out=(out, "rows width"), qkv=(qkv, ("rows", 3 * out.shape[-1])))
-    tokens, head_dim = _tokens(out.shape[0], images), _head_dim(out.shape[1], heads)
+    tokens, head_dim = _shares(out.shape[0], "rows", "images", images), _shares(out.shape[1], "columns", "heads", heads)
+    reason = unsuited(tokens, head_dim)
+    if reason:
+        raise ShapeError(f"{reason}; use scaled_dot_product_attention for other sizes")
     scale = None if quantiser is None else lone_scale(_OP, quantiser)
     _demand_memory(qkv, out, scale)
     source = image_attention_source(
@@ -94,7 +97,8 @@ def threads(source: KernelSource) -> int:
 
 def unsuited(tokens: int, head_dim: int) -> str:
     """Why the kernel cannot serve images of `tokens` rows and heads of `head_dim` columns; empty if it can."""
-    if _takes_tokens(tokens) and _takes_head(head_dim):
+    fits = tokens % _QUERIES == 0 and 0 < tokens <= _MOST_TOKENS
+    if fits and head_dim % 16 == 8 and _LEAST_HEAD <= head_dim <= _MOST_HEAD:
         return ""
     return (
         f"{_OP}.cu takes images of a multiple of {_QUERIES} tokens up to {_MOST_TOKENS} and heads of an odd multiple "
@@ -102,36 +106,11 @@ def unsuited(tokens: int, head_dim: int) -> str:
     )
 
 
-def _takes_tokens(tokens: int) -> bool:
-    return tokens % _QUERIES == 0 and 0 < tokens <= _MOST_TOKENS
-
-
-def _takes_head(head_dim: int) -> bool:
-    return head_dim % 16 == 8 and _LEAST_HEAD <= head_dim <= _MOST_HEAD
-
-
-def _tokens(rows: int, images: int) -> int:
-    if images < 1 or rows % images:
-        raise ShapeError(f"{_OP}: 'images' must divide the {rows} rows of 'out', got {images}")
-    tokens = rows // images
-    if not _takes_tokens(tokens):
-        raise ShapeError(
-            f"{_OP}: 'images' must leave a multiple of {_QUERIES} rows of 'out' for each, at most {_MOST_TOKENS}, "
-            f"got {tokens}; use scaled_dot_product_attention for other sizes"
-        )
-    return tokens
-
-
-def _head_dim(width: int, heads: int) -> int:
-    if heads < 1 or width % heads:
-        raise ShapeError(f"{_OP}: 'heads' must divide the {width} columns of 'out', got {heads}")
-    head_dim = width // heads
-    if not _takes_head(head_dim):
-        raise ShapeError(
-            f"{_OP}: 'heads' must leave an odd multiple of 8 columns of 'out' for each, from {_LEAST_HEAD} to "
-            f"{_MOST_HEAD}, got {head_dim}; use scaled_dot_product_attention for other sizes"
-        )
-    return head_dim
+def _shares(total: int, axis: str, name: str, count: int) -> int:
+    """What each of `count` has of the rows or columns of the result."""
+    if count < 1 or total % count:
+        raise ShapeError(f"{_OP}: '{name}' must divide the {total} {axis} of 'out', got {count}")
+    return total // count
 
 
 def _demand_memory(qkv: Tensor, out: Tensor, scale: Tensor | None) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...contract import Variant
-from ...engine import exact_float32
 from ...ops import OpTable
 from ...ops.cuda import gemm
 from ...ops.cuda import rows as kernels
@@ -74,26 +73,22 @@ class CudaStages(Pi05Stages):
         """The kernel, or why this GPU or this chunk has none: that part alone runs as reference then."""
         config = self._config
         try:
-            kernel = ExpertKernel(
+            return ExpertKernel(
                 pack_expert(weights), config.chunk, config.steps, capacity=config.prefix_rows, persistent=persistent,
                 overlap=overlap,
             )  # fmt: skip
         except KernelError as error:
             return error
-        return self._prepared(kernel)
-
-    def _prepared(self, kernel: ExpertKernel) -> ExpertKernel:
-        """`kernel` with its tables filled: they depend on the weights alone, like what is packed."""
-        size = self._config.steps, self._config.modulations, 3, self._config.expert_width
-        modulation = torch.empty(size, device=self._device)
-        with torch.no_grad(), exact_float32():
-            self.modulate(modulation)
-            kernel.prepare(modulation)
-        return kernel
 
     def choose_gate_up(self, reason: str) -> None:
         """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own, for that reason; fused if it is empty."""
         self.fuses_gate_up, self.gate_up_reason = not reason, reason
+
+    def checkpoint(self, arena: Arena, variant: Variant) -> None:
+        """Also the tables that the expert's kernel makes of the modulations."""
+        super().checkpoint(arena, variant)
+        if isinstance(self._expert, ExpertKernel):
+            self._expert.prepare(arena["modulation"])
 
     # -- vision --------------------------------------------------------------------------------------------------------
 
