@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -41,7 +42,8 @@ PROTOCOL = (
     "95 %. A turn is 50 ms of calls, at least one, after one that does not count. compile_ms: median of 20 calls of "
     "torch.compile in its default mode, after three; LeRobot's policies with the TF32 that their own switch sets. "
     "Where it was measured by itself, eager_beside_compile_ms is the eager call in that process. "
-    "Parity: three examples, against the eager model with equal random seed."
+    "Parity: three examples, against the eager model with equal random seed. "
+    "Each object says when and beside how many cores it was measured; what stands around them is of the last run."
 )
 LEROBOTS_SWITCH = ("lerobot_pi05", "lerobot_pi0", "lerobot_smolvla")  # compile_model sets matmul precision "high"
 _PACKAGES = ("flashrt_ros", "torch", "triton", "lerobot", "transformers", "timm", "diffusers", "nvidia-cudnn-cu13")
@@ -98,6 +100,7 @@ def measure(
         result = described(report, workload, searched_s)
     result["eager_ms"] = result["eager_ms"] or _typical(workload, setting.device)
     result["accelerated_ms"] = result["accelerated_ms"] or result["eager_ms"]
+    result["measured"] = circumstances()
     if compile_limit:
         keep(result)
         result |= compiled(name, workload, setting, compile_limit)
@@ -152,7 +155,8 @@ def compiled(name: str, workload: Workload, setting: Setting, limit: int) -> dic
             torch.set_float32_matmul_precision("high")
         function = torch.compile(getattr(workload.model, workload.method))
         ms = _typical(workload, setting.device, function)
-        return {"compile_ms": ms, "compile_s": round(time.perf_counter() - start, 1)}
+        seconds = round(time.perf_counter() - start, 1)
+        return {"compile_ms": ms, "compile_s": seconds, "compile_measured": circumstances()}
     except Exception as error:
         return {"compile_ms": None, "compile_failed": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
     finally:
@@ -166,6 +170,11 @@ def only_compiled(name: str, setting: Setting, limit: int, known: dict[str, Any]
     eager = _typical(workload, setting.device)
     kept = {key: value for key, value in known.items() if key != "compile_failed"}
     return kept | {"eager_beside_compile_ms": eager} | compiled(name, workload, setting, limit)
+
+
+def circumstances() -> dict[str, Any]:
+    """When, and beside how many cores."""
+    return {"date": now(), "cores": os.cpu_count()}
 
 
 def _typical(workload: Workload, device: torch.device, function: Callable[..., Any] | None = None) -> float:

@@ -49,6 +49,7 @@ def test_what_compile_makes_is_added_to_what_is_known(out: Path, monkeypatch: py
     assert found["kept"] == ["cuda_graph"]
     assert found["eager_ms"] == 3.0
     assert found["compile_ms"] > 0
+    assert found["compile_measured"]["cores"] > 0
     assert found["eager_beside_compile_ms"] > 0
     assert "compile_failed" not in found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashrt_ros.node.parameters import FAMILIES, PARAMETERS, Parameter
+from scripts.readme_figures import refreshed
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -69,3 +70,16 @@ def test_figures_are_those_of_the_committed_results() -> None:
         for part in key.split("."):
             value = value[int(part)] if isinstance(value, list) else value[part]
         assert float(text) == pytest.approx(value, rel=0.005), f"{file}.json {key} is {value}, the README says {text}"
+
+
+def test_a_figure_is_written_anew_only_if_it_changed(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps([{"ms": 9.0, "calls": 1000.0, "us": 2.5}]))
+    text = "<!-- run.json 0.ms -->9.04 ms, <!-- run.json 0.calls -->- calls, <!-- run.json 0.us -->2.6 µs"
+    fresh = "<!-- run.json 0.ms -->9.04 ms, <!-- run.json 0.calls -->1000 calls, <!-- run.json 0.us -->2.5 µs"
+    assert refreshed(text, tmp_path) == fresh
+
+
+def test_a_figure_that_no_result_has_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps([{"ms": 9.0}]))
+    with pytest.raises(KeyError, match="us"):
+        refreshed("<!-- run.json 0.us -->1", tmp_path)

@@ -1,0 +1,61 @@
+"""Writes the figures that README.md takes from committed results, each behind a comment that names file and key.
+
+    python scripts/readme_figures.py
+
+A mark is `<!-- NAME.json KEY.KEY -->` with the figure right behind it; a key that is a number is an index. Figures that
+agree already to half a percent stay as they are written, so that a run changes nothing that is true.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"(<!-- (\w+)\.json ([\w.-]+) -->)([^\s|]+)")
+SAME = 0.005  # relative; what test/node/test_readme.py allows
+
+
+def figure(results: Path, file: str, key: str) -> float:
+    """The value at a dotted key of a result; KeyError, IndexError or FileNotFoundError name what is missing."""
+    value: Any = json.loads((results / f"{file}.json").read_text())
+    for part in key.split("."):
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    return float(value)
+
+
+def shown(value: float) -> str:
+    """A figure as a reader wants it: whole numbers without a point."""
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def refreshed(text: str, results: Path) -> str:
+    """`text` with every marked figure as the results have it."""
+
+    def replaced(match: re.Match[str]) -> str:
+        mark, file, key, written = match.groups()
+        value = figure(results, file, key)
+        try:
+            same = abs(float(written) - value) <= SAME * abs(value)
+        except ValueError:
+            same = False
+        return mark + (written if same else shown(value))
+
+    return MARK.sub(replaced, text)
+
+
+def main() -> None:
+    """Rewrite README.md if a figure has changed."""
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    after = refreshed(before, ROOT / "benchmarks" / "results")
+    if after != before:
+        readme.write_text(after)
+    changed = sum(old != new for old, new in zip(before.splitlines(), after.splitlines(), strict=True))
+    print(f"README.md: {len(MARK.findall(after))} figures, {changed} lines changed")
+
+
+if __name__ == "__main__":
+    main()
