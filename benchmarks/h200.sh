@@ -142,7 +142,7 @@ step_node() ( # in an environment of its own, where ROS comes from wheels
 )
 
 step_accelerate() {
-	limited python3 -W ignore -m benchmarks.accelerate --device "$DEVICE" ${MODELS:+--models "$MODELS"} \
+	limited python3 -W ignore -m benchmarks.drop_in --device "$DEVICE" ${MODELS:+--models "$MODELS"} \
 		--compile "${COMPILE:-}" --out "$results/h200_accelerate.json"
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.gemm import CODES, Behind
+from flashrt_ros.ops.padding import padded_size
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.cuda_products import PARTS_OF_K
 from flashrt_ros.precision import e4m3
@@ -22,7 +23,6 @@ from flashrt_ros.precision import e4m3
 TWO_VIEWS = Pi05Config(views=("left", "right"), state_names=("joint",), action_names=("joint",))
 _SPREAD = 60.0  # standard deviation of drawn codes, an eighth of the largest
 _TILE_OUTPUTS = 128
-_ROW_GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ class Product:
     bias: bool = False
     tiles: tuple[int, ...] = ()
     parts: tuple[int, ...] = (1,)
-    clusters: tuple[int, ...] = (1,)
-    staggers: tuple[int, ...] = (0,)
     rings: tuple[int, ...] = (0,)  # stages; 0: as many as there is memory for
 
     @property
@@ -59,23 +57,21 @@ class Product:
         parts = 1 if wide else PARTS_OF_K.get(self.site, 1)
         units = -(-self.outputs // _TILE_OUTPUTS) * parts
         tile = gemm.tile_rows(self.rows, units, processors)
-        waits = wide and -(-self.rows // tile) * units > processors
-        return {"tile_rows": tile, "parts": parts, "cluster": 1, "stagger": int(waits)}
+        return {"tile_rows": tile, "parts": parts}
 
     def variants(self, processors: int) -> Iterator[dict[str, int]]:
         """Choices of the own kernel; what is in use is among them."""
         used = self.in_use(processors)
         tiles = dict.fromkeys((used["tile_rows"], *self.tiles))
         parts = dict.fromkeys((used["parts"], *self.parts))
-        for tile, part, cluster, stagger, ring in combinations(tiles, parts, self.clusters, self.staggers, self.rings):
-            if tile % (_ROW_GROUP * cluster) == 0:  # the blocks of a cluster share the rows of a tile
-                found = {"tile_rows": tile, "parts": part, "cluster": cluster, "stagger": stagger}
-                yield found | ({"stages": ring} if ring else {})
+        for tile, part, ring in combinations(tiles, parts, self.rings):
+            yield {"tile_rows": tile, "parts": part} | ({"stages": ring} if ring else {})
 
 
 def products(config: Pi05Config = TWO_VIEWS) -> tuple[Product, ...]:
     """All products of vision and prefix at the longest prompt."""
-    vision, hidden, seen = config.vision_width, config.vision_hidden, (config.image_rows, config.vision_layers)
+    vision, seen = config.vision_width, (config.image_rows, config.vision_layers)
+    hidden = padded_size(config.vision_hidden)  # as the fused stages hold it
     width, wide, read = config.language_width, config.language_hidden, (config.prefix_rows, config.layers - 1)
     packed = config.query_width + 2 * config.key_width
 
@@ -85,16 +81,13 @@ def products(config: Pi05Config = TWO_VIEWS) -> tuple[Product, ...]:
     return (
         of("vision.qkv", seen, vision, 3 * vision, bias=True, tiles=(256, 176, 128, 104)),
         of("vision.output", seen, vision, vision, bias=True, tiles=(176, 128, 80, 64, 40), parts=(1, 2, 3)),
-        of("vision.up", seen, vision, hidden, behind="gelu", bias=True, tiles=(256, 176, 128, 64), clusters=(1, 2)),
+        of("vision.up", seen, vision, hidden, behind="gelu", bias=True, tiles=(256, 176, 128, 64)),
         of("vision.down", seen, hidden, vision, bias=True, tiles=(256, 176, 128, 80), parts=(2, 3, 4, 7)),
-        of("prefix.qkv", read, width, packed, tiles=(240, 192, 144, 128, 120), clusters=(1, 2)),
-        of("prefix.output", read, config.query_width, width, tiles=(240, 192, 184, 144, 96), parts=(1, 2, 4),
-           clusters=(1, 2)),
-        of("prefix.gate_up", read, width, 2 * wide, behind="geglu", tiles=(240, 144, 120), clusters=(1, 2),
-           staggers=(0, 1), rings=(0, 3)),
-        of("prefix.down", read, wide, width, tiles=(240, 192, 184, 144), parts=(2, 3, 4, 5, 8, 11), clusters=(1, 2)),
-        of("prefix.gate_up", read, width, 2 * wide, operands="bf16", behind="geglu", tiles=(240,), clusters=(1, 2),
-           staggers=(0, 1)),
+        of("prefix.qkv", read, width, packed, tiles=(240, 192, 144, 128, 120)),
+        of("prefix.output", read, config.query_width, width, tiles=(240, 192, 184, 144, 96), parts=(1, 2, 4)),
+        of("prefix.gate_up", read, width, 2 * wide, behind="geglu", tiles=(240, 144, 120), rings=(0, 3)),
+        of("prefix.down", read, wide, width, tiles=(240, 192, 184, 144), parts=(2, 3, 4, 5, 8, 11)),
+        of("prefix.gate_up", read, width, 2 * wide, operands="bf16", behind="geglu", tiles=(240,)),
     )  # fmt: skip
 
 

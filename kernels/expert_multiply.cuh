@@ -240,35 +240,21 @@ static_assert(kStageUnits == 4, "a warp's sixteen rows of the product are a unit
 
 // The matrices of a stage of bfloat16, eight outputs by eight inputs, lie one behind the other without a swizzle: 128 bytes to
 // the next eight inputs (in the low word of a descriptor), a tile's chunk to the next eight outputs (in the high one).
-constexpr u32 kNextInputs = 128 >> 4 << 16;
-#define WG_NEXT_OUTPUTS "0x00000040"
-static_assert(chunk_bytes(16) >> 4 == 0x40, "as the descriptor says");
+constexpr u32 kNextInputs = 128 >> 4 << 16, kNextOutputs = chunk_bytes(16) >> 4;
+__device__ __forceinline__ u32 matrices_start(u32 shared) { return tile_start(shared) | kNextInputs; }
 
-// Addresses in a cluster also say which block is meant, above the bits that a descriptor has room for.
-__device__ __forceinline__ u32 matrices_start(u32 shared) { return tile_start(shared & 0x3ffff) | kNextInputs; }
-
-// Starts d += weights * rows^T for sixteen inputs. `multiply` of wgmma.cuh says how `d` is laid out: as the sums of a unit.
-__device__ __forceinline__ void multiply_stored(float (&d)[kSums], u32 weights, u32 rows, u32 accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %2, 0;\n"
-      "mov.b64 a, {%0, " WG_NEXT_OUTPUTS "};\nmov.b64 b, {%1, " WG_TILE_HIGH "};\n"
-      "wgmma.mma_async.sync.aligned.m64n" WG_STRING(TILE_ROWS) WG_SHAPE
-      "{" WG_OF(WG_NAMES_, TILE_ROWS) "}, a, b, p, 1, 1" WG_MAJOR ";\n}"
-      : "+r"(weights), "+r"(rows), "+r"(accumulate), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
-}
-
-// The same with this warp's weights in registers, two words each; `d` must have begun. They must stay as they are until the
-// product has ended, and are outputs only because the lists count from the operand behind them.
+// Starts d += weights * rows^T for sixteen inputs, with this warp's weights in registers, two words each; `d` must have begun.
+// `multiply` of wgmma.cuh says how it is laid out: as the sums of a unit. The weights must stay as they are until the product
+// has ended, and are outputs only because the lists count from the operand behind them.
 __device__ __forceinline__ void multiply_held(float (&d)[kSums], u64& first, u64& second, u32 rows) {
+  u64 of_rows = joined(rows, kTileHigh);
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b32 a0, a1, a2, a3;\n.reg .b64 b;\nsetp.eq.b32 p, 0, 0;\nmov.b64 b, {%0, " WG_TILE_HIGH "};\n"
+      "{\n.reg .pred p;\n.reg .b32 a0, a1, a2, a3;\nsetp.eq.b32 p, 0, 0;\n"
       "mov.b64 {a0, a1}, %1;\nmov.b64 {a2, a3}, %2;\n"
       "wgmma.mma_async.sync.aligned.m64n" WG_STRING(TILE_ROWS) WG_SHAPE
-      "{" WG_OF(WG_NAMES_, TILE_ROWS) "}, {a0, a1, a2, a3}, b, p, 1, 1, 0;\n}"
-      : "+r"(rows), "+l"(first), "+l"(second), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
+      "{" WG_OF(WG_NAMES_, TILE_ROWS) "}, {a0, a1, a2, a3}, %0, p, 1, 1, 0;\n}"
+      : "+l"(of_rows), "+l"(first), "+l"(second), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
 }
-
-__device__ __forceinline__ u64 joined(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 
 // All of these words are in registers here.
 __device__ __forceinline__ void hold(u64 (&first)[kSteps], u64 (&second)[kSteps]) {
@@ -301,7 +287,8 @@ struct Group {
       __syncwarp();
       products_begin();
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) multiply_stored(sums, further(from, s * 256), rows(chunk, s), chunk + s > 0);
+      for (int s = 0; s < kSteps; ++s)
+        multiply<kNextOutputs>(sums, further(from, s * 256), rows(chunk, s), chunk + s > 0);
       products_commit();
       if (chunk > 0) {
         products_wait<1>();

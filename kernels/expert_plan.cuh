@@ -67,7 +67,8 @@ using GateUp = Product<2 * kHidden / kTile, kWidth, 2, 2, GATE_UP_BITS>;
 using Down = Product<kWidth / kTile, kHidden, 1, 1, DOWN_BITS>;  // tiles as those of Output
 constexpr int kStageBytes = kStageTiles * max_of(max_of(Project::kChunkBytes, Output::kChunkBytes),
                                                  max_of(GateUp::kChunkBytes, Down::kChunkBytes));
-constexpr int kArrivals = kStageTiles;  // at a stage, at most: one for each chunk in it and each warp that uses it
+// At a stage, always: one for each chunk in it and each warp that uses it, and as many more as there are fewer of those.
+constexpr int kArrivals = kStageTiles;
 
 // -- attention -----------------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ struct Plan {
   const float* noise;                                      // [ROWS][kActions]
   float* actions;                                          // [ROWS][kActions], result
   u32* words;                                              // exchanged memory, kUnwritten at first
-  u32* sync;                                               // three zeros at first: parities, blocks that have left
+  u32* sync;                                               // four zeros at first; used are two: parities, blocks that have left
   int capacity, steps, phase;  // `phase`: the one of this launch, unless the grid is resident
   // [LAYERS][outputs]: what the sums of a product's codes are multiplied by; null where its weights are bfloat16.
   const float *project_factor, *output_factor, *gate_up_factor, *down_factor;

@@ -14,8 +14,8 @@
 
 constexpr int kSteps = kChunk / 16;  // of sixteen inputs, in a chunk
 
-// An input of product P as its operand rows hold it. Those that meet E4M3 are larger by a power of two, half way to what the
-// weights lack, so that neither operands below 2^47 nor sums leave the range of float.
+// An input of product P as its operand rows hold it. Those that meet E4M3 are larger by 2^80 of the 2^120 that the weights
+// lack, so that neither operands below 2^47 nor sums leave the range of float.
 constexpr float kLift = 0x1p80f;
 
 template <typename P>

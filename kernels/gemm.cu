@@ -4,31 +4,22 @@
 // A tile is kColumns rows of `weights` (the instruction's M, 64 for each of two consumer warpgroups) by TILE_ROWS rows of
 // x (its N, any multiple of 8): a count of rows that is no multiple of 128 wastes little. One thread of a third
 // warpgroup streams both through a ring of stages. The grid is resident: each block works on tile after tile, the row
-// tiles of one column tile at the same time, so that a weight is fetched from memory once. The second consumer starts
-// later than the first, so that one computes its epilogue while the other keeps the tensor cores busy. Where there are
-// few tiles, several blocks share one, each with a part of K, and write parts that the next kernel adds.
+// tiles of one column tile at the same time, so that a weight is fetched from memory once. Where there are few tiles,
+// several blocks share one, each with a part of K, and write parts that the next kernel adds.
 //
 // TILE_ROWS, STAGES. FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU, OUT8, ROW_SCALE: see
-// gemm_epilogue.cuh. CLUSTER 2: two blocks share the x they fetch. STAGGER 0: both consumers start at once.
+// gemm_epilogue.cuh.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "gemm.cu is written for sm_90a: no other architecture has its matrix instructions"
 #endif
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-#if CLUSTER > 1
-#define CLUSTER_SIZE __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_SIZE
-#endif
-#ifndef STAGGER
-#define STAGGER 1
-#endif
 #ifndef GEGLU
 #define GEGLU 0
+#endif
+#ifndef OUT8
+#define OUT8 0
 #endif
 
 constexpr int kGroupThreads = 128, kConsumers = 2, kThreads = kGroupThreads * (1 + kConsumers);
@@ -39,17 +30,10 @@ constexpr int kStepBytes = 128;                                // of K in a stag
 constexpr int kStep = FP8 ? kStepBytes : kStepBytes / 2;
 constexpr int kWeightBytes = kColumns * kStepBytes, kRowBytes = TILE_ROWS * kStepBytes;
 constexpr int kStageBytes = kWeightBytes + kRowBytes;
-constexpr int kOutColumns = 32;  // that a consumer stores at once
-constexpr int kOutBytes = TILE_ROWS * kOutColumns * 2;
-constexpr int kMatrices = TILE_ROWS / 8;
+constexpr int kOutColumns = GEGLU ? 32 : 64;  // of out, in a consumer's half of a tile
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-static_assert(TILE_ROWS % (8 * CLUSTER) == 0 && TILE_ROWS <= 256, "rows of a tile");
-static_assert(kStageBytes % 1024 == 0 && kOutBytes % 512 == 0, "swizzle atoms");
-
-// Shared memory: stages, then out of each consumer, then the scales of each consumer, then the barriers.
-constexpr int kOutAt = STAGES * kStageBytes;
-constexpr int kScalesAt = kOutAt + kConsumers * kOutBytes;
-constexpr int kBarriersAt = kScalesAt + kConsumers * TILE_ROWS * 4;
+static_assert(TILE_ROWS % 8 == 0 && TILE_ROWS <= 256, "rows of a tile");
+static_assert(kStageBytes % 1024 == 0, "swizzle atoms");
 
 struct Tile {
   int row, column, part;  // row and column counted in tiles; part of K
@@ -58,8 +42,12 @@ struct Tile {
 
 #include "gemm_epilogue.cuh"
 
-// The tiles of this block, one after the other. Blocks of a cluster have the same row tile and part, and neighbouring
-// column tiles.
+// Shared memory: stages, then out of each consumer, then the scales of each consumer, then the barriers.
+constexpr int kOutAt = STAGES * kStageBytes;
+constexpr int kScalesAt = kOutAt + kConsumers * kOutBytes;
+constexpr int kBarriersAt = kScalesAt + kConsumers * TILE_ROWS * 4;
+
+// The tiles of this block, one after the other.
 struct Schedule {
   int row_tiles, steps, parts, total, next;
 
@@ -67,18 +55,18 @@ struct Schedule {
       : row_tiles(row_tiles),
         steps(steps),
         parts(parts),
-        total(row_tiles * (column_tiles / CLUSTER) * parts),
-        next(blockIdx.x / CLUSTER) {}
+        total(row_tiles * column_tiles * parts),
+        next(blockIdx.x) {}
 
   __device__ bool take(Tile& tile) {
     if (next >= total) return false;
     const int weights = next / row_tiles;
     tile.row = next % row_tiles;
-    tile.column = weights / parts * CLUSTER + (CLUSTER > 1 ? static_cast<int>(block_in_cluster()) : 0);
+    tile.column = weights / parts;
     tile.part = weights % parts;
     tile.first = tile.part * steps / parts;
     tile.last = (tile.part + 1) * steps / parts;
-    next += gridDim.x / CLUSTER;
+    next += gridDim.x;
     return true;
   }
 };
@@ -98,12 +86,14 @@ struct Place {
 
 __device__ __forceinline__ u32 full_barrier(u32 shared, int slot) { return shared + kBarriersAt + slot * 8; }
 __device__ __forceinline__ u32 empty_barrier(u32 shared, int slot) { return full_barrier(shared, STAGES + slot); }
-
 // What one thread streams into the ring.
 struct Feed {
   u32 shared;
   const TensorMap &weights, &x;
   u64 once, usual;
+
+  // Stages of a block's first tile that are free from the beginning.
+  __device__ static int early(const Tile& tile) { return min(STAGES, tile.last - tile.first); }
 
   __device__ void expect(int slot) const { barrier_expect(full_barrier(shared, slot), kStageBytes); }
 
@@ -114,29 +104,28 @@ struct Feed {
   }
 
   __device__ void fetch_x(int slot, int step, const Tile& tile) const {
-    const u32 at = shared + slot * kStageBytes + kWeightBytes, full = full_barrier(shared, slot);
-    if (CLUSTER == 1) {
-      load_box(at, x, step * kStep, tile.row * TILE_ROWS, full, usual);
-    } else {  // each block of the cluster fetches its part for all
-      const int part = block_in_cluster();
-      load_box_for((1 << CLUSTER) - 1, at + part * (kRowBytes / CLUSTER), x, step * kStep,
-                   tile.row * TILE_ROWS + part * (TILE_ROWS / CLUSTER), full, usual);
-    }
+    load_box(shared + slot * kStageBytes + kWeightBytes, x, step * kStep, tile.row * TILE_ROWS,
+             full_barrier(shared, slot), usual);
   }
 };
 
-// One thread: all stages of all tiles. Unless ROW_SCALE, the kernel in front may still be making x: the weights of the
-// first stages come before that one ends.
+// One thread: the weights of the first stages, which come while the kernel in front may still be making x.
+__device__ __forceinline__ void produce_early(const Feed& feed, Schedule schedule) {
+  Tile tile;
+  if (!schedule.take(tile)) return;
+  for (int i = 0; i < Feed::early(tile); ++i) {
+    feed.expect(i);
+    feed.fetch_weights(i, tile.first + i, tile);
+  }
+}
+
+// The same thread: all else, of all tiles.
 __device__ __forceinline__ void produce(const Feed& feed, Schedule schedule) {
   Place at;
   Tile tile;
   if (!schedule.take(tile)) return;
-  const int early = ROW_SCALE ? 0 : min(STAGES, tile.last - tile.first);
-  for (int i = 0; i < early; ++i) {
-    feed.expect(i);
-    feed.fetch_weights(i, tile.first + i, tile);
-  }
   if (!ROW_SCALE) overlap_wait();
+  const int early = Feed::early(tile);
   for (int i = 0; i < early; ++i) {
     feed.fetch_x(i, tile.first + i, tile);
     at.advance();
@@ -153,14 +142,9 @@ __device__ __forceinline__ void produce(const Feed& feed, Schedule schedule) {
   } while (schedule.take(tile));
 }
 
-// One warp of a consumer: it has read the stage, for every producer that writes to it.
+// One warp of a consumer: it has read the stage.
 __device__ __forceinline__ void release(u32 shared, int slot) {
-  const u32 lane = threadIdx.x % kWarpSize;
-  if (CLUSTER == 1) {
-    if (lane == 0) barrier_arrive(empty_barrier(shared, slot));
-  } else {
-    if (lane < CLUSTER) barrier_arrive_at(empty_barrier(shared, slot), lane);
-  }
+  if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty_barrier(shared, slot));
 }
 
 // sums = this consumer's 64 rows of the weight tile times the tile of x.
@@ -197,8 +181,6 @@ __device__ __forceinline__ void consume(u32 shared, float* scales, const TensorM
   int scales_of = -1;
   bool first = true;
   while (schedule.take(tile)) {
-    if (STAGGER && consumer == 1 && first)
-      barrier_wait(full_barrier(shared, min(STAGES, tile.last - tile.first) - 1), 0);
     const Outputs outputs(operands, tile, consumer);
     accumulate(sums, shared, consumer, tile.last - tile.first, at);
     if (ROW_SCALE && first) overlap_wait();
@@ -218,10 +200,10 @@ __device__ __forceinline__ void consume(u32 shared, float* scales, const TensorM
 
 // The arguments of the epilogue: see Operands. With OVERLAP, the kernel in front of this one may still be making x or,
 // with ROW_SCALE, `scale`; it must not be making anything else that is read here. K is covered by `steps` stages, each
-// part has at least one. Boxes of the maps: weights kStep x 8 x (GEGLU: 2) x kWeightGroups, x TILE_ROWS / CLUSTER x
-// kStep, swizzled over 128 bytes; out TILE_ROWS x 32, over 64 bytes. The grid has at most as many blocks as there are
-// tiles times parts.
-extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, 1)
+// part has at least one. Boxes of the maps: weights kStep x 8 x (GEGLU: 2) x kWeightGroups, x TILE_ROWS x kStep,
+// swizzled over 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes. The grid has at most as many
+// blocks as there are tiles times parts.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const __grid_constant__ TensorMap out, const float* scale, const float* factor, const bf16* bias,
          const float* out_scale, unsigned char* codes, int rows, int outputs, int column_tiles, int steps, int parts,
@@ -229,6 +211,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
   const Schedule schedule((rows + TILE_ROWS - 1) / TILE_ROWS, column_tiles, steps, parts);
+  const Feed feed{shared, weights, x, streaming_policy(), usual_policy()};
   if (threadIdx.x == 0) {
     if (shared % 1024 != 0) __trap();  // or swizzle and descriptors disagree
     prefetch_map(weights);
@@ -236,23 +219,21 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, 1)
     prefetch_map(out);
     for (int slot = 0; slot < STAGES; ++slot) {
       barrier_init(full_barrier(shared, slot), 1);
-      barrier_init(empty_barrier(shared, slot), kConsumerWarps * CLUSTER);
+      barrier_init(empty_barrier(shared, slot), kConsumerWarps);
     }
     barriers_publish();
+    produce_early(feed, schedule);
   }
   __syncthreads();
-  if (CLUSTER > 1) cluster_barrier();
   overlap_trigger();
   const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);  // known to be one for a warp
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    if (threadIdx.x == 0) produce(Feed{shared, weights, x, streaming_policy(), usual_policy()}, schedule);
+    if (threadIdx.x == 0) produce(feed, schedule);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     float* scales = reinterpret_cast<float*>(memory + kScalesAt) + (group - 1) * TILE_ROWS;
     consume(shared, scales, out, Operands{scale, factor, bias, out_scale, codes, outputs, part_rows}, schedule, rows,
             group - 1);
   }
-  __syncwarp();
-  if (CLUSTER > 1) cluster_barrier();  // no block ends while another may still write to it
 }

@@ -12,9 +12,35 @@
 #ifndef GELU
 #define GELU 0
 #endif
-#ifndef OUT8
-#define OUT8 0
-#endif
+
+// A consumer stages a chunk of its rows at a time, with all of its columns, so that all of its warps compute.
+constexpr int kMatrices = TILE_ROWS / 8;
+constexpr int kChunks = OUT8 || kMatrices == 1 ? 1 : 2;
+constexpr int kChunkMatrices = (kMatrices + kChunks - 1) / kChunks;  // the largest chunk's
+
+__host__ __device__ constexpr int first_matrix(int chunk) { return chunk * kMatrices / kChunks; }
+
+// A chunk that the compiler knows: sums stay in registers only if it knows which ones are meant.
+template <int NUMBER>
+struct Chunk {
+  static constexpr int kFirst = first_matrix(NUMBER), kLast = first_matrix(NUMBER + 1);
+};
+
+// Calls with each chunk.
+template <int NUMBER = 0, class Call>
+__device__ __forceinline__ void for_chunks(Call call) {
+  call(Chunk<NUMBER>{});
+  if constexpr (NUMBER + 1 < kChunks) for_chunks<NUMBER + 1>(call);
+}
+
+// One copy stores whole chunks if all are of one size, otherwise the 8 rows of a matrix.
+constexpr int kBoxMatrices = kMatrices % kChunks == 0 ? kChunkMatrices : 1;
+
+// The staged output: rows of bfloat16, or with OUT8 rows of 16-bit pairs of codes, those of two rows in one column.
+constexpr int kLineBytes = kOutColumns * 2;
+constexpr int kOutLines = OUT8 ? (kMatrices + 1) / 2 * 8 : kChunkMatrices * 8;
+constexpr int kOutBytes = kOutLines * kLineBytes;
+static_assert(kOutBytes % (8 * kLineBytes) == 0, "swizzle atoms");
 
 // scale float32[rows], factor float32[outputs], bias bf16[outputs]: null for none; out_scale float32[1] and codes
 // uint8[rows, columns of out] with OUT8. `outputs` counts weight rows. A part of K stores its sums part_rows rows
@@ -29,10 +55,22 @@ struct Operands {
   __device__ int columns() const { return GEGLU ? outputs / 2 : outputs; }
 };
 
+// gelu_tanh of two values as x * sigmoid(2u), with one reciprocal for both: the epilogue waits for the unit of
+// exponentials and reciprocals. Exponents are bounded, so that the product of both denominators stays finite; what lies
+// beyond is smaller than the value times 1e-18.
+__device__ __forceinline__ float2 gelu_tanh_two(float first, float second) {
+  constexpr float kLinear = -2.302208198f, kCubic = -0.1029432396f, kLargest = 62.0f;  // of -2u * log2(e)
+  const float a = 1.0f + exp2_fast(fminf(first * fmaf(kCubic, first * first, kLinear), kLargest));
+  const float b = 1.0f + exp2_fast(fminf(second * fmaf(kCubic, second * second, kLinear), kLargest));
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a * b));
+  return make_float2(first * (inverse * b), second * (inverse * a));
+}
+
 // Factors and biases of this thread's two weight rows: lane / 4 of its warp's 16, and 8 further (with GEGLU, a gate and
-// the up of the same output).
+// the up of the same output). They are read before the sums are there.
 struct Outputs {
-  float factor[2], bias[2];
+  float factor[2], bias[2], inverse;
 
   __device__ Outputs(const Operands& operands, const Tile& tile, int consumer) {
     const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarpSize, quad = thread % kWarpSize / 4;
@@ -44,13 +82,24 @@ struct Outputs {
       factor[half] = there && operands.factor != nullptr ? operands.factor[output] : 1.0f;
       bias[half] = there && operands.bias != nullptr && tile.part == 0 ? to_float(operands.bias[output]) : 0.0f;
     }
+    inverse = OUT8 ? inverse_of(operands.out_scale) : 1.0f;
   }
 
-  // The value of one sum of weight row `half`, in a row of x with that scale.
-  __device__ float value(float sum, float scale, int half) const {
-    if (ROW_SCALE) return sum * scale;
-    const float linear = fmaf(sum, factor[half], bias[half]);
-    return GELU ? gelu_tanh(linear) : linear;
+  // One sum of weight row `half`, in a row of x with that scale.
+  __device__ __forceinline__ float linear(float sum, float scale, int half) const {
+    return ROW_SCALE ? sum * scale : fmaf(sum, factor[half], bias[half]);
+  }
+
+  // What is stored of matrix `m`, this thread's two rows of its column `half`.
+  __device__ __forceinline__ u32 pair(const float (&sums)[TILE_ROWS / 2], float2 scale, int m, int half) const {
+    const float* s = sums + 4 * m + (GEGLU ? 0 : 2 * half);
+    float first = linear(s[0], scale.x, half), second = linear(s[1], scale.y, half);
+    if (GELU || GEGLU) {
+      const float2 active = gelu_tanh_two(first, second);
+      first = active.x, second = active.y;
+    }
+    if (GEGLU) first *= linear(s[2], scale.x, 1), second *= linear(s[3], scale.y, 1);
+    return pack_bf16(first, second);
   }
 };
 
@@ -76,23 +125,32 @@ __device__ __forceinline__ void store_matrix_transposed(u32 shared, u32 v) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared), "r"(v) : "memory");
 }
 
-// Where 8 columns of a row stand in the staged output: rows of 64 bytes, 16-byte groups swizzled as the engine expects.
-__device__ __forceinline__ u32 staged(u32 out, int row, int group) {
-  return out + row * (kOutColumns * 2) + ((group ^ (row / 2 % 4)) << 4);
+// Where 8 columns of a line stand in the staged output: 16-byte groups swizzled as the engine expects, over 64 or 128 bytes.
+__device__ __forceinline__ u32 staged(u32 out, int line, int group) {
+  const int swizzle = kLineBytes == 128 ? line % 8 : line / 2 % 4;
+  return out + line * kLineBytes + ((group ^ swizzle) << 4);
 }
 
-// Each warp writes 8 columns, group `group`, of all rows of the tile; value(m) are its two rows of matrix m.
+#if OUT8
+// A warp stages 8 columns, group `group`, of all rows of the tile. Pairs of rows of two matrices make one of 8 lines:
+// line 8 * w + i holds rows 16 * w + 2 * i and the one behind it. value(m) are this thread's two rows of matrix m.
 template <class Value>
-__device__ __forceinline__ void stage_columns(u32 out, int group, Value value) {
-  const int lane = threadIdx.x % kWarpSize;
-  constexpr int kFours = kMatrices / 4 * 4;
+__device__ __forceinline__ void stage_columns(u32 out, int group, float inverse, Value value) {
+  const int lane = threadIdx.x % kWarpSize, line = lane % 8 / 2 + lane % 2 * 4;
+  const auto codes = [&](int m) -> u32 {
+    if (m >= kMatrices) return 0;
+    const u32 pair = value(m);
+    return e4m3_pair(low_float(pair) * inverse, high_float(pair) * inverse);
+  };
+  const auto two = [&](int w) { return codes(2 * w) | codes(2 * w + 1) << 16; };
+  constexpr int kWords = (kMatrices + 1) / 2, kFours = kWords / 4 * 4;
 #pragma unroll
-  for (int m = 0; m < kFours; m += 4) {
-    const u32 four[4] = {value(m), value(m + 1), value(m + 2), value(m + 3)};
-    store_matrices_transposed(staged(out, 8 * m + lane, group), four);
+  for (int w = 0; w < kFours; w += 4) {
+    const u32 four[4] = {two(w), two(w + 1), two(w + 2), two(w + 3)};
+    store_matrices_transposed(staged(out, 8 * (w + lane / 8) + line, group), four);
   }
 #pragma unroll
-  for (int m = kFours; m < kMatrices; ++m) store_matrix_transposed(staged(out, 8 * m + lane % 8, group), value(m));
+  for (int w = kFours; w < kWords; ++w) store_matrix_transposed(staged(out, 8 * w + line, group), two(w));
 }
 
 __device__ __forceinline__ uint4 load_staged(u32 shared) {
@@ -104,72 +162,78 @@ __device__ __forceinline__ uint4 load_staged(u32 shared) {
   return v;
 }
 
-// Stores what one pass has staged, 32 columns from `column` of out; the next pass may stage again behind it.
-#if OUT8
-__device__ __forceinline__ void send(u32 out, const TensorMap&, const Operands& operands, int column, const Tile& tile,
-                                     int rows, int consumer) {
+// Stores all rows of the tile, from column `column`: each thread 16 codes of two rows at a time.
+__device__ __forceinline__ void send_codes(u32 out, const Operands& operands, int column, const Tile& tile,
+                                           int rows) {
   constexpr int kValues = 16, kPieces = kOutColumns / kValues;
-  const float inverse = inverse_of(operands.out_scale);
   const int columns = operands.columns();
-  consumer_barrier(consumer);
-  for (int i = threadIdx.x % kGroupThreads; i < TILE_ROWS * kPieces; i += kGroupThreads) {
-    const int row = tile.row * TILE_ROWS + i / kPieces, at = column + i % kPieces * kValues;
+  for (int i = threadIdx.x % kGroupThreads; i < TILE_ROWS / 2 * kPieces; i += kGroupThreads) {
+    const int line = i / kPieces, piece = i % kPieces;
+    const int row = tile.row * TILE_ROWS + 2 * line, at = column + piece * kValues;
     if (row >= rows || at >= columns) continue;
-    const uint4 first = load_staged(staged(out, i / kPieces, i % kPieces * 2));
-    const uint4 second = load_staged(staged(out, i / kPieces, i % kPieces * 2 + 1));
-    store16(operands.codes + static_cast<u64>(row) * columns + at, e4m3_sixteen(first, second, inverse));
+    const uint4 a = load_staged(staged(out, line, 2 * piece)), b = load_staged(staged(out, line, 2 * piece + 1));
+    unsigned char* first = operands.codes + static_cast<u64>(row) * columns + at;
+    constexpr u32 kEven = 0x6420, kOdd = 0x7531;  // bytes of two words: those of the first row, of the second
+    store16(first, make_uint4(__byte_perm(a.x, a.y, kEven), __byte_perm(a.z, a.w, kEven),
+                              __byte_perm(b.x, b.y, kEven), __byte_perm(b.z, b.w, kEven)));
+    if (row + 1 < rows)
+      store16(first + columns, make_uint4(__byte_perm(a.x, a.y, kOdd), __byte_perm(a.z, a.w, kOdd),
+                                          __byte_perm(b.x, b.y, kOdd), __byte_perm(b.z, b.w, kOdd)));
   }
 }
-
-__device__ __forceinline__ void await_staging(int consumer) { consumer_barrier(consumer); }
 #else
-__device__ __forceinline__ void send(u32 out, const TensorMap& map, const Operands& operands, int column,
-                                     const Tile& tile, int, int consumer) {
-  publish_to_engine();
-  consumer_barrier(consumer);
-  if (threadIdx.x % kGroupThreads == 0)
-    store_box(map, column, tile.part * operands.part_rows + tile.row * TILE_ROWS, out);
-}
-
-__device__ __forceinline__ void await_staging(int consumer) {
-  if (threadIdx.x % kGroupThreads == 0) stores_read();
-  consumer_barrier(consumer);
-}
-#endif
-
-#if GEGLU
-__device__ __forceinline__ void epilogue(float (&sums)[TILE_ROWS / 2], const float* scales, const Outputs& outputs,
-                                         u32 out, const TensorMap& map, const Operands& operands, const Tile& tile,
-                                         int rows, int consumer) {
-  const int warp = threadIdx.x % kGroupThreads / kWarpSize;
-  await_staging(consumer);
-  stage_columns(out, warp, [&](int m) {
-    const float2 scale = row_scales(scales, m);
-    const float* s = sums + 4 * m;  // gate of two rows, then up of both
-    return pack_bf16(gelu_tanh(outputs.value(s[0], scale.x, 0)) * outputs.value(s[2], scale.x, 1),
-                     gelu_tanh(outputs.value(s[1], scale.y, 0)) * outputs.value(s[3], scale.y, 1));
-  });
-  send(out, map, operands, tile.column * (kColumns / 2) + consumer * kOutColumns, tile, rows, consumer);
-}
-#else
-// In two passes, as the staged output holds half of a consumer's columns: first those of warps 0 and 1.
-__device__ __forceinline__ void epilogue(float (&sums)[TILE_ROWS / 2], const float* scales, const Outputs& outputs,
-                                         u32 out, const TensorMap& map, const Operands& operands, const Tile& tile,
-                                         int rows, int consumer) {
-  const int warp = threadIdx.x % kGroupThreads / kWarpSize;
-#pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    await_staging(consumer);
-    if (warp / 2 == pass) {
+// A warp stages 8 columns, group `group`, of the rows of a chunk. value(m) are this thread's two rows of matrix m.
+template <int NUMBER, class Value>
+__device__ __forceinline__ void stage_columns(u32 out, int group, Chunk<NUMBER>, Value value) {
+  constexpr int kFirst = Chunk<NUMBER>::kFirst, kLast = Chunk<NUMBER>::kLast, kRest = kFirst + (kLast - kFirst) / 4 * 4;
+  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        stage_columns(out, warp % 2 * 2 + half, [&](int m) {
-          const float2 scale = row_scales(scales, m);
-          const float* s = sums + 4 * m + 2 * half;
-          return pack_bf16(outputs.value(s[0], scale.x, half), outputs.value(s[1], scale.y, half));
-        });
-    }
-    send(out, map, operands, tile.column * kColumns + consumer * 64 + pass * kOutColumns, tile, rows, consumer);
+  for (int m = kFirst; m < kRest; m += 4) {
+    const u32 four[4] = {value(m), value(m + 1), value(m + 2), value(m + 3)};
+    store_matrices_transposed(staged(out, 8 * (m - kFirst) + lane, group), four);
   }
+#pragma unroll
+  for (int m = kRest; m < kLast; ++m)
+    store_matrix_transposed(staged(out, 8 * (m - kFirst) + lane % 8, group), value(m));
 }
 #endif
+
+// Row and column of `out` that this consumer's part of a tile begins at.
+__device__ __forceinline__ int out_row(const Operands& operands, const Tile& tile) {
+  return tile.part * operands.part_rows + tile.row * TILE_ROWS;
+}
+__device__ __forceinline__ int out_column(const Tile& tile, int consumer) {
+  return (tile.column * kConsumers + consumer) * kOutColumns;
+}
+
+// `out` is this consumer's staged output.
+__device__ __forceinline__ void epilogue(const float (&sums)[TILE_ROWS / 2], const float* scales,
+                                         const Outputs& outputs, u32 out, const TensorMap& map,
+                                         const Operands& operands, const Tile& tile, int rows, int consumer) {
+  const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarpSize;
+  constexpr int kGroups = GEGLU ? 1 : 2;  // of 8 columns that a warp stages
+#if OUT8
+  consumer_barrier(consumer);  // all have read what was staged before
+#pragma unroll
+  for (int half = 0; half < kGroups; ++half)
+    stage_columns(out, warp * kGroups + half, outputs.inverse,
+                  [&](int m) { return outputs.pair(sums, row_scales(scales, m), m, half); });
+  consumer_barrier(consumer);
+  send_codes(out, operands, out_column(tile, consumer), tile, rows);
+#else
+  for_chunks([&](auto chunk) {
+    if (thread == 0) stores_read();
+    consumer_barrier(consumer);
+#pragma unroll
+    for (int half = 0; half < kGroups; ++half)
+      stage_columns(out, warp * kGroups + half, chunk,
+                    [&](int m) { return outputs.pair(sums, row_scales(scales, m), m, half); });
+    publish_to_engine();
+    consumer_barrier(consumer);
+    if (thread == 0)
+      for (int m = chunk.kFirst; m < chunk.kLast; m += kBoxMatrices)
+        store_box(map, out_column(tile, consumer), out_row(operands, tile) + 8 * m,
+                  out + (m - chunk.kFirst) * 8 * kLineBytes);
+  });
+#endif
+}

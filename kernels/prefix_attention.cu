@@ -1,240 +1,284 @@
 // Attention of the prefix on Hopper's warpgroup instructions (sm_90a): eight query heads of 256 share one key head.
 //   out = softmax(query @ key[:valid]^T / 16) @ value[:valid]
 //
-// As all heads read the same keys, 8 rows times 8 heads are the 64 rows of one product: a block owns 8 rows of the
-// prefix. Its two consumers take the tiles of 128 keys in turn, each with a maximum, sums and a result of its own, so
-// that one computes exponentials while the other keeps the tensor cores busy; both results meet in shared memory at the
-// end. One thread of a third warpgroup streams keys and values through a ring of slots of 16 KB: 64 columns of a tile
-// of keys, or 32 rows of values. Where the consumers are in it follows from the number of tiles alone.
+// As all heads read the same keys, 8 rows times 8 heads are the 64 rows of one product. Two blocks, a cluster, own 16
+// rows of the prefix: each has two consumers with 64 rows of a product each, which read the same tiles of keys and
+// values, so that a tile is fetched once for 128 rows; and each takes about half of the tiles. Where a block's tiles
+// end, its first consumer, the giver, sends what it has to the other block, whose second consumer, the keeper, has the
+// same rows: it joins both parts and stores the result. A giver has at least as few tiles as a keeper, so that what it
+// sends travels while the keeper still works.
 //
-// CLUSTER: blocks that fetch keys and values together, each a part for all; 1, 2 or 4. OUT8: E4M3 codes of the bfloat16
-// that would have been stored.
+// A consumer lets the tensor cores multiply the next tile's keys and this tile's values while it computes exponentials.
+// One thread of a third warpgroup streams keys and values, each through buffers of their own.
+//
+// TILE_ROWS: keys of a tile. KEY_BUFFERS, VALUE_BUFFERS: tiles that are under way at once. OUT8: E4M3 codes of the
+// bfloat16 that would have been stored.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "prefix_attention.cu is written for sm_90a: no other architecture has its matrix instructions"
 #endif
-#define TILE_ROWS 128  // keys of a tile, the N of its product
+#ifndef TILE_ROWS
+#define TILE_ROWS 80
+#endif
 #include "tma.cuh"
 #include "wgmma.cuh"
 #include "quantise.cuh"
 
-#ifndef CLUSTER
-#define CLUSTER 1
+#ifndef KEY_BUFFERS
+#define KEY_BUFFERS 2
 #endif
-#if CLUSTER > 1
-#define CLUSTER_SIZE __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_SIZE
+#ifndef VALUE_BUFFERS
+#define VALUE_BUFFERS 2
 #endif
 #ifndef OUT8
 #define OUT8 0
 #endif
 
 constexpr int kGroupThreads = 128, kConsumers = 2, kThreads = kGroupThreads * (1 + kConsumers);
-constexpr int kGroupWarps = kGroupThreads / kWarpSize;
-constexpr int kHeads = 8, kHeadDim = 256, kRowValues = kHeads * kHeadDim, kBlockRows = 8;
-constexpr int kTileKeys = TILE_ROWS, kPieces = 4;               // slots that hold the keys, or the values, of a tile
+constexpr int kGroupWarps = kGroupThreads / kWarpSize, kGiver = 0, kKeeper = 1;
+constexpr int kHeads = 8, kHeadDim = 256, kRowValues = kHeads * kHeadDim, kBlockRows = 8;  // rows of a consumer
+constexpr int kTileKeys = TILE_ROWS, kStepKeys = 16, kSteps = kTileKeys / kStepKeys;       // inner size of a product
 constexpr int kColumns = 64, kColumnBlocks = kHeadDim / kColumns;  // of 128 bytes, the width of the swizzle
-constexpr int kPieceKeys = kTileKeys / kPieces;                 // rows of values in a slot
-constexpr int kSlotBytes = kTileKeys * kColumns * 2;
-constexpr int kPhases = 3, kSlots = kPhases * kPieces;  // a phase is one tile's keys or one tile's values
-constexpr int kQueryBlockBytes = kHeads * kBlockRows * kColumns * 2, kQueryBytes = kColumnBlocks * kQueryBlockBytes;
-constexpr int kAtomBytes = kBlockRows * kColumns * 2;  // one head's 8 rows: one atom of the swizzle
-constexpr int kValueBlockBytes = kPieceKeys * kColumns * 2;
+constexpr int kAtomBytes = 8 * kColumns * 2;                       // eight rows: one atom of the swizzle
+constexpr int kPieceBytes = kTileKeys * kColumns * 2, kTileBytes = kColumnBlocks * kPieceBytes;
+constexpr int kQueryPieceBytes = kHeads * kBlockRows * kColumns * 2, kQueryBytes = kColumnBlocks * kQueryPieceBytes;
+constexpr int kKeyBuffers = KEY_BUFFERS, kValueBuffers = VALUE_BUFFERS;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr float kScoreScale = 1.4426950408889634f / 16.0f;  // log2(e) / sqrt(256)
-static_assert(kColumnBlocks == kPieces && kPieces % CLUSTER == 0, "a slot is cut into a part for each block");
-static_assert(kSlotBytes == kPieceKeys * kHeadDim * 2 && kAtomBytes == 1024, "slots of keys and of values");
+static_assert(kTileKeys % kStepKeys == 0 && kPieceBytes % kAtomBytes == 0, "a tile is whole steps and atoms");
+static_assert(kKeyBuffers >= 2 && kValueBuffers >= 2, "the next tile is fetched while this one is read");
 
-// Shared memory: queries, ring, maximum and sum of each row and consumer, barriers. Behind the last tile the ring
-// holds what the consumers give each other, and the place of the queries what is to be stored.
-constexpr int kRingAt = kQueryBytes;
-constexpr int kStatisticsAt = kRingAt + kSlots * kSlotBytes;
-constexpr int kStatisticsBytes = kHeads * kBlockRows * 8;  // of one consumer
-constexpr int kBarriersAt = kStatisticsAt + kConsumers * kStatisticsBytes;
-constexpr int kGivenBytes = kGroupThreads * kHeadDim / 4 * 4;  // half of the 128 sums that a thread has
-constexpr int kStagedColumns = kHeadDim / kConsumers, kStagedBytes = 16 * kStagedColumns * 2;  // of a warp
-static_assert(kConsumers * kGivenBytes <= kSlots * kSlotBytes, "what is given fits the ring");
-static_assert(kConsumers * kGroupWarps * kStagedBytes <= kQueryBytes, "what is staged fits the queries");
+// Shared memory: queries of both consumers, buffers of keys, of values, maximum and sum of each row that are given,
+// barriers. What is given to this block lies in the place of its giver's queries and, if that does not suffice, of the
+// keys that its keeper has read before the last ones; what is to be stored in that of its keeper's queries.
+constexpr int kKeysAt = kConsumers * kQueryBytes;
+constexpr int kValuesAt = kKeysAt + kKeyBuffers * kTileBytes;
+constexpr int kStatisticsAt = kValuesAt + kValueBuffers * kTileBytes;
+constexpr int kStatisticsBytes = kHeads * kBlockRows * 8;
+constexpr int kBarriersAt = kStatisticsAt + kStatisticsBytes;
+constexpr int kGivenChunk = 4;                                   // sums in the 16 bytes that a thread sends at once
+constexpr int kChunkBytes = kGroupThreads * 16;                  // of all threads
+constexpr int kQueryChunks = kQueryBytes / kChunkBytes;          // that the place of the queries holds
+constexpr int kGivenChunks = kHeadDim / 2 / kGivenChunk;
+constexpr int kGivenBytes = kGivenChunks * kChunkBytes + kStatisticsBytes;
+constexpr int kStagedBytes = 16 * kHeadDim * 2;  // of a warp
+static_assert((kGivenChunks - kQueryChunks) * kChunkBytes <= kTileBytes, "what is given fits");
+static_assert(kGroupWarps * kStagedBytes <= kQueryBytes, "what is staged fits the queries");
 
-__device__ __forceinline__ u32 full_barrier(u32 shared, int slot) { return shared + kBarriersAt + slot * 8; }
-__device__ __forceinline__ u32 empty_barrier(u32 shared, int slot) { return full_barrier(shared, kSlots + slot); }
-__device__ __forceinline__ u32 query_barrier(u32 shared) { return full_barrier(shared, 2 * kSlots); }
+constexpr int kKeyFull = 0, kValueFull = kKeyFull + kKeyBuffers * kColumnBlocks;
+constexpr int kKeyEmpty = kValueFull + kValueBuffers, kValueEmpty = kKeyEmpty + kKeyBuffers * kConsumers;
+constexpr int kQueryFull = kValueEmpty + kValueBuffers * kConsumers;
+constexpr int kReady = kQueryFull + kConsumers * kColumnBlocks, kGiven = kReady + 1;
 
-// Where phase number `index` stands in the ring.
-struct Phase {
-  int slot;  // its first
+__device__ __forceinline__ u32 barrier_at(u32 shared, int index) { return shared + kBarriersAt + index * 8; }
+__device__ __forceinline__ u32 key_full(u32 shared, int buffer, int piece) {
+  return barrier_at(shared, kKeyFull + buffer * kColumnBlocks + piece);
+}
+__device__ __forceinline__ u32 value_full(u32 shared, int buffer) { return barrier_at(shared, kValueFull + buffer); }
+__device__ __forceinline__ u32 key_empty(u32 shared, int buffer, int consumer) {
+  return barrier_at(shared, kKeyEmpty + buffer * kConsumers + consumer);
+}
+__device__ __forceinline__ u32 value_empty(u32 shared, int buffer, int consumer) {
+  return barrier_at(shared, kValueEmpty + buffer * kConsumers + consumer);
+}
+__device__ __forceinline__ u32 query_full(u32 shared, int consumer, int piece) {
+  return barrier_at(shared, kQueryFull + consumer * kColumnBlocks + piece);
+}
+__device__ __forceinline__ u32 keys_of(u32 shared, int buffer) { return shared + kKeysAt + buffer * kTileBytes; }
+__device__ __forceinline__ u32 values_of(u32 shared, int buffer) { return shared + kValuesAt + buffer * kTileBytes; }
+
+// Which of BUFFERS tile number `turn` of a block lies in.
+template <int BUFFERS>
+struct Place {
+  int buffer;
   u32 parity;
 
-  __device__ __forceinline__ explicit Phase(int index) : slot(index % kPhases * kPieces), parity(index / kPhases & 1) {}
+  __device__ __forceinline__ explicit Place(int turn) : buffer(turn % BUFFERS), parity(turn / BUFFERS & 1) {}
 };
 
-// The order of the ring: keys of tile 0, keys of 1, values of 0, values of 1, keys of 2 and so on; tiles that are not
-// there leave no gap. Of the last tile's values only the pieces with valid rows are there.
+// The tiles that the blocks of a cluster share. Both givers take `given` of them by turns, each its own; the keeper of
+// the same block takes these and all those that are left over. There are always two, the second perhaps without any
+// valid key, so that a block knows its first tile before it knows `valid`. Only the last tile of all may have less than
+// kTileKeys of them, and is the last one of whoever takes it.
 struct Tiles {
-  int valid, count;
+  int valid, given, kept, rank;
 
-  __device__ __forceinline__ explicit Tiles(int valid) : valid(valid), count((valid + kTileKeys - 1) / kTileKeys) {}
-
-  __device__ __forceinline__ Phase keys(int tile) const { return Phase(tile / 2 * 4 + tile % 2); }
-  __device__ __forceinline__ Phase values(int tile) const {
-    const bool alone = tile % 2 == 0 && tile + 1 == count;
-    return Phase(tile / 2 * 4 + tile % 2 + (alone ? 1 : 2));
+  __device__ __forceinline__ Tiles(int valid, int rank) : valid(valid), rank(rank) {
+    const int count = max(2, (valid + kTileKeys - 1) / kTileKeys);
+    given = count / 2;
+    kept = count - given;
   }
-  __device__ __forceinline__ int pieces(int tile) const {
-    return min(kPieces, (valid - tile * kTileKeys + kPieceKeys - 1) / kPieceKeys);
+
+  __device__ __forceinline__ int of(int consumer) const { return consumer == kGiver ? given : kept; }
+  __device__ __forceinline__ int tile(int turn) const { return turn < given ? 2 * turn + rank : given + turn; }
+  __device__ __forceinline__ int live(int turn) const {
+    return min(kTileKeys, max(0, valid - tile(turn) * kTileKeys));
   }
 };
 
 // -- producer ---------------------------------------------------------------------------------------------------------
 
-// What one thread streams into the ring. Each block of the cluster fetches its part of every slot, for all of them; a
-// slot is full when all parts have come, and empty when the consumer of it in every block has read it.
+// Rows of eight heads: box of 64 columns, 8 rows and all heads, a head's rows together; rows that are not there become
+// zero.
+__device__ __forceinline__ void load_heads(u32 shared, const TensorMap& map, int column, int row, u32 barrier,
+                                           u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %6}], [%4], %5;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy), "r"(0)
+      : "memory");
+}
+
+// What one thread streams. A buffer is empty when every consumer that had a use for it has read it.
 struct Feed {
   u32 shared;
-  const TensorMap &key, &value;
+  const TensorMap &query, &key, &value;
   u64 policy;
-  int part;  // this block's
 
-  __device__ __forceinline__ void fetch(const TensorMap& map, u32 at, int column, int row, int slot) const {
-    const u32 full = full_barrier(shared, slot);
-    if (CLUSTER == 1)
-      load_box(at, map, column, row, full, policy);
-    else
-      load_box_for((1 << CLUSTER) - 1, at, map, column, row, full, policy);
+  __device__ __forceinline__ void queries(int consumer, int piece, int row) const {
+    const u32 full = query_full(shared, consumer, piece);
+    barrier_expect(full, kQueryPieceBytes);
+    load_heads(shared + consumer * kQueryBytes + piece * kQueryPieceBytes, query, piece * kColumns, row, full, policy);
   }
 
-  // The place of a slot, once it is empty.
-  __device__ __forceinline__ u32 claim(int slot, u32 parity) const {
-    barrier_wait(empty_barrier(shared, slot), parity ^ 1);
-    barrier_expect(full_barrier(shared, slot), kSlotBytes);
-    return shared + kRingAt + slot * kSlotBytes;
+  __device__ __forceinline__ void keys(int buffer, int piece, int tile) const {
+    const u32 full = key_full(shared, buffer, piece);
+    barrier_expect(full, kPieceBytes);
+    load_box(keys_of(shared, buffer) + piece * kPieceBytes, key, piece * kColumns, tile * kTileKeys, full, policy);
   }
 
-  __device__ __forceinline__ void keys(const Phase& phase, int tile) const {
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int slot = phase.slot + piece;
-      const u32 at = claim(slot, phase.parity) + part * (kSlotBytes / CLUSTER);
-      fetch(key, at, piece * kColumns, tile * kTileKeys + part * (kTileKeys / CLUSTER), slot);
-    }
-  }
-
-  __device__ __forceinline__ void values(const Phase& phase, int tile, int pieces) const {
-    for (int piece = 0; piece < pieces; ++piece) {
-      const int slot = phase.slot + piece;
-      const u32 at = claim(slot, phase.parity);
-      for (int block = part; block < kColumnBlocks; block += CLUSTER)
-        fetch(value, at + block * kValueBlockBytes, block * kColumns, tile * kTileKeys + piece * kPieceKeys, slot);
-    }
+  __device__ __forceinline__ void values(int buffer, int tile) const {
+    const u32 full = value_full(shared, buffer);
+    barrier_expect(full, kTileBytes);
+    const u32 at = values_of(shared, buffer);
+    for (int block = 0; block < kColumnBlocks; ++block)
+      load_box(at + block * kPieceBytes, value, block * kColumns, tile * kTileKeys, full, policy);
   }
 };
 
-// One thread. The first tile is there whatever `valid` says.
-__device__ __forceinline__ void produce(const Feed& feed, const int* valid, int rows) {
-  const int found = *valid;
-  feed.keys(Phase(0), 0);
-  const Tiles tiles(min(max(found, 1), rows));
-  for (int tile = 0; tile < tiles.count; tile += 2) {
-    const bool both = tile + 1 < tiles.count;
-    if (tile > 0) feed.keys(tiles.keys(tile), tile);
-    if (both) feed.keys(tiles.keys(tile + 1), tile + 1);
-    feed.values(tiles.values(tile), tile, tiles.pieces(tile));
-    if (both) feed.values(tiles.values(tile + 1), tile + 1, tiles.pieces(tile + 1));
+// One thread, before anything is known of `valid`: the giver's queries and the first keys, then the keeper's queries.
+__device__ __forceinline__ void begin(const Feed& feed, int rank) {
+  const int row = blockIdx.x / 2 * (2 * kBlockRows);
+  for (int piece = 0; piece < kColumnBlocks; ++piece) {
+    feed.queries(kGiver, piece, row + (1 - rank) * kBlockRows);
+    feed.keys(0, piece, rank);
   }
+  for (int piece = 0; piece < kColumnBlocks; ++piece) feed.queries(kKeeper, piece, row + rank * kBlockRows);
 }
 
-// One warp: each lane fetches 64 columns of one head's rows. Rows of the product are head * 8 + row.
-__device__ __forceinline__ void fetch_queries(u32 shared, const TensorMap& query, u64 policy) {
-  const int lane = threadIdx.x % kWarpSize, block = lane / kHeads, head = lane % kHeads;
-  const u32 barrier = query_barrier(shared);
-  if (lane == 0) barrier_expect(barrier, kQueryBytes);
-  __syncwarp();
-  load_box(shared + block * kQueryBlockBytes + head * kAtomBytes, query, head * kHeadDim + block * kColumns,
-           blockIdx.x * kBlockRows, barrier, policy);
+// The same thread: all the rest, in the order in which it is used.
+__device__ __forceinline__ void produce(const Feed& feed, const Tiles& tiles) {
+  for (int turn = 0; turn < tiles.kept; ++turn) {
+    const int next = turn + 1;
+    if (next < tiles.kept) {
+      const Place<kKeyBuffers> place(next);
+      if (next >= kKeyBuffers) {
+        if (next - kKeyBuffers < tiles.given)
+          barrier_wait(key_empty(feed.shared, place.buffer, kGiver), place.parity ^ 1);
+        barrier_wait(key_empty(feed.shared, place.buffer, kKeeper), place.parity ^ 1);
+      }
+      for (int piece = 0; piece < kColumnBlocks; ++piece) feed.keys(place.buffer, piece, tiles.tile(next));
+    }
+    const Place<kValueBuffers> place(turn);
+    if (turn >= kValueBuffers) {
+      if (turn - kValueBuffers < tiles.given)
+        barrier_wait(value_empty(feed.shared, place.buffer, kGiver), place.parity ^ 1);
+      barrier_wait(value_empty(feed.shared, place.buffer, kKeeper), place.parity ^ 1);
+    }
+    feed.values(place.buffer, tiles.tile(turn));
+  }
 }
 
 // -- consumer ---------------------------------------------------------------------------------------------------------
 
-// The threads of one consumer (barriers 1 and 2 of the block), or of both (3).
+// The threads of one consumer (barriers 1 and 2 of the block).
 __device__ __forceinline__ void consumer_barrier(int consumer) {
   __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(kGroupThreads) : "memory");
 }
-__device__ __forceinline__ void consumers_barrier() {
-  __syncwarp();
-  asm volatile("bar.sync 3, %0;" ::"n"(kConsumers * kGroupThreads) : "memory");
+
+// Every thread of the cluster arrives once and waits once.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Arrives at the barrier at the same place of another block, and says that something has been read. It publishes
+// nothing that was written: for that it would have to wait.
+__device__ __forceinline__ void tell(u32 barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
 }
 
-// One warp has read the slot, for every producer that writes to it.
-__device__ __forceinline__ void release(u32 shared, int slot) {
-  const u32 lane = threadIdx.x % kWarpSize;
-  if (CLUSTER == 1) {
-    if (lane == 0) barrier_arrive(empty_barrier(shared, slot));
-  } else {
-    if (lane < CLUSTER) barrier_arrive_at(empty_barrier(shared, slot), lane);
-  }
+// One warp has read what the barrier guards.
+__device__ __forceinline__ void release(u32 barrier) {
+  if (threadIdx.x % kWarpSize == 0) barrier_arrive(barrier);
 }
 
-// s = queries times the keys of one tile.
-__device__ __forceinline__ void multiply_keys(float (&s)[kTileKeys / 2], u32 shared, const Phase& phase) {
+// Starts s = queries times the keys of one tile. FIRST: the queries may not be there yet.
+template <bool FIRST>
+__device__ __forceinline__ void multiply_keys(float (&s)[kTileKeys / 2], u32 shared, int turn, int consumer) {
+  const Place<kKeyBuffers> place(turn);
+  const u32 queries = tile_start(shared + consumer * kQueryBytes), keys = tile_start(keys_of(shared, place.buffer));
 #pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int slot = phase.slot + piece;
-    const u32 queries = tile_start(shared + piece * kQueryBlockBytes);
-    const u32 keys = tile_start(shared + kRingAt + slot * kSlotBytes);
-    barrier_wait(full_barrier(shared, slot), phase.parity);
+  for (int piece = 0; piece < kColumnBlocks; ++piece) {
+    if (FIRST) barrier_wait(query_full(shared, consumer, piece), 0);
+    barrier_wait(key_full(shared, place.buffer, piece), place.parity);
     products_begin();
 #pragma unroll
     for (u32 bytes = 0; bytes < kColumns * 2; bytes += 32)
-      multiply(s, further(queries, bytes), further(keys, bytes), piece > 0 || bytes > 0);
-    products_commit();
-    if (piece > 0) {
-      products_wait<1>();
-      release(shared, slot - 1);
-    }
+      multiply(s, further(queries, piece * kQueryPieceBytes + bytes), further(keys, piece * kPieceBytes + bytes),
+               piece > 0 || bytes > 0);
   }
-  products_finish(s);
-  release(shared, phase.slot + kPieces - 1);
+  products_commit();
 }
 
-// Rows of values behind the last valid one may hold anything, even NaN, which a weight of zero would not remove.
+// What is computed from scores stays on its side of this line: products may be under way on one side only.
+__device__ __forceinline__ void settle(float (&d)[kTileKeys / 2]) {
+  u32 unused = 0;
+  asm volatile("" : "+r"(unused), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
+}
+
+// Waits for the scores, but not for PENDING products that were started behind them.
+template <int PENDING>
+__device__ __forceinline__ void finish_keys(float (&s)[kTileKeys / 2]) {
+  products_wait<PENDING>();
+  settle(s);
+}
+
+// Starts o += weights times the values of one tile, of which `steps` have valid rows.
+template <bool WHOLE>
+__device__ __forceinline__ void multiply_values(float (&o)[kHeadDim / 2], const u32 (&weights)[kTileKeys / 4], u32 at,
+                                                int steps) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const u32* a = weights + step * 4;
+    if (WHOLE || step < steps) {
+      if (!WHOLE || step == 0) products_begin();
+      multiply_wide(o, a[0], a[1], a[2], a[3], wide_start(at + step * kStepKeys * kColumns * 2, kPieceBytes));
+    }
+  }
+  products_commit();
+}
+
+// Rows of values behind the last valid one may hold anything, even NaN, which a weight of zero would not remove. Both
+// consumers of a block write the same zeros.
 __device__ __forceinline__ void clear_rows(u32 values, int first, int consumer) {
   constexpr int kChunks = kColumns * 2 / 16;
-  for (int i = threadIdx.x % kGroupThreads; i < kColumnBlocks * kPieceKeys * kChunks; i += kGroupThreads)
-    if (i / kChunks % kPieceKeys >= first)
-      asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(values + i * 16), "r"(0) : "memory");
+  const int rows = (first + kStepKeys - 1) / kStepKeys * kStepKeys - first;
+  for (int i = threadIdx.x % kGroupThreads; i < kColumnBlocks * rows * kChunks; i += kGroupThreads) {
+    const int block = i / (rows * kChunks), chunk = i % (rows * kChunks);
+    asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(values + block * kPieceBytes +
+                                                               first * kColumns * 2 + chunk * 16),
+                 "r"(0)
+                 : "memory");
+  }
   publish_to_engine();
   consumer_barrier(consumer);
 }
 
-// o += weights times the values of one tile.
-__device__ __forceinline__ void multiply_values(float (&o)[kHeadDim / 2], u32 (&weights)[kTileKeys / 4], u32 shared,
-                                                const Phase& phase, int live, int consumer) {
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    if (piece * kPieceKeys < live) {
-      const int slot = phase.slot + piece;
-      const u32 at = shared + kRingAt + slot * kSlotBytes;
-      barrier_wait(full_barrier(shared, slot), phase.parity);
-      if (live < (piece + 1) * kPieceKeys) clear_rows(at, live - piece * kPieceKeys, consumer);
-      products_begin();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32* a = weights + piece * 8 + half * 4;
-        multiply_wide(o, a[0], a[1], a[2], a[3], wide_start(at + half * 16 * kColumns * 2, kValueBlockBytes));
-      }
-      products_commit();
-      if (piece > 0) {
-        products_wait<1>();
-        release(shared, slot - 1);
-      }
-    }
-  }
-  wide_finish(o, weights);
-  release(shared, phase.slot + (live - 1) / kPieceKeys);
-}
-
-// What a consumer knows of this thread's two rows: lane / 4 of its warp's 16 and 8 further. `top` is the greatest
-// score of all of its keys, `sum` that of the weights under it, over this thread's keys only.
+// What a consumer knows of this thread's two rows: lane / 4 of its warp's 16 and 8 further. `top` is what is subtracted
+// from scores, their maximum over the tiles so far. `sum` is that of the weights under it, over this thread's keys only.
 struct Statistics {
   float top[2], sum[2];
 };
@@ -242,63 +286,159 @@ struct Statistics {
 // A top to subtract: that of a row without any finite score would make NaN.
 __device__ __forceinline__ float reference_of(float top) { return top == negative_infinity() ? 0.0f : top; }
 
-// The difference is scaled, not each score: so the greatest has weight 1 however great it is.
+// The difference is scaled, not each score: so the weight of a great score is as exact as that of a small one.
 __device__ __forceinline__ float weight_of(float score, float reference) {
   return exp2_fast((score - reference) * kScoreScale);
 }
 
-// Scores of one tile → weights under the new top; `o` and the sums follow it. Keys from `live` on have no weight.
-__device__ __forceinline__ void weigh(float (&s)[kTileKeys / 2], u32 (&weights)[kTileKeys / 4],
-                                      float (&o)[kHeadDim / 2], Statistics& row, int live) {
+// Scores of one tile → weights under the top, which may rise: then `o` has to shrink, by a factor for each row, and
+// the result is true for the whole warp. Keys from `live` on have no weight.
+__device__ __forceinline__ bool weigh(float (&s)[kTileKeys / 2], Statistics& row, float (&shrink)[2], int live) {
   if (live < kTileKeys) {
     const int first = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int i = 0; i < kTileKeys / 2; ++i)
       if (8 * (i / 4) + first + i % 2 >= live) s[i] = negative_infinity();
   }
+  float top[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float top = negative_infinity();
+    float greatest = negative_infinity();
 #pragma unroll
-    for (int i = 2 * half; i < kTileKeys / 2; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
-    top = fmaxf(row.top[half], warp_max<4>(top));
-    const float reference = reference_of(top), shrink = weight_of(row.top[half], reference);
-    row.top[half] = top;
+    for (int i = 2 * half; i < kTileKeys / 2; i += 4) greatest = fmaxf(greatest, fmaxf(s[i], s[i + 1]));
+    top[half] = warp_max<4>(greatest);
+    shrink[half] = 1.0f;
+  }
+  const bool rises = __any_sync(kAllLanes, top[0] > row.top[0] || top[1] > row.top[1]);
+  if (rises) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[half] = fmaxf(row.top[half], top[half]);
+      shrink[half] = weight_of(row.top[half], reference_of(top[half]));
+      row.top[half] = top[half];
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float reference = reference_of(row.top[half]);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 2 * half; i < kTileKeys / 2; i += 4) {
       s[i] = weight_of(s[i], reference);
       s[i + 1] = weight_of(s[i + 1], reference);
       sum += s[i] + s[i + 1];
-      weights[i / 2] = pack_bf16(s[i], s[i + 1]);
     }
-    row.sum[half] = fmaf(row.sum[half], shrink, sum);
-#pragma unroll
-    for (int i = 2 * half; i < kHeadDim / 2; i += 4) {
-      o[i] *= shrink;
-      o[i + 1] *= shrink;
-    }
+    row.sum[half] = fmaf(row.sum[half], shrink[half], sum);
   }
+  return rises;
 }
 
-// What each of this thread's two rows of `o` is multiplied by, so that the sum over both consumers is the result.
-__device__ __forceinline__ void agree(const Statistics& mine, float (&factor)[2], float2* statistics, int consumer) {
-  const int warp = threadIdx.x % kGroupThreads / kWarpSize, lane = threadIdx.x % kWarpSize;
+__device__ __forceinline__ void pack(u32 (&weights)[kTileKeys / 4], const float (&s)[kTileKeys / 2]) {
+#pragma unroll
+  for (int i = 0; i < kTileKeys / 4; ++i) weights[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+}
+
+__device__ __forceinline__ void scale_rows(float (&o)[kHeadDim / 2], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[i / 2 % 2];
+}
+
+// All tiles of one consumer. The other block is told when this one has no more use for the memory that is given into:
+// when its giver has read its queries, and its keeper all keys but the last.
+__device__ __forceinline__ void attend(float (&o)[kHeadDim / 2], Statistics& row, u32 shared, const Tiles& tiles,
+                                       int consumer) {
+  const int turns = tiles.of(consumer), last_use = consumer == kGiver ? turns - 1 : max(0, turns - 2);
+  const int other = 1 - tiles.rank;
+  const bool leader = threadIdx.x % kWarpSize == 0;
+  u32 weights[kTileKeys / 4];
+  float s[kTileKeys / 2], shrink[2];
+  multiply_keys<true>(s, shared, 0, consumer);
+  finish_keys<0>(s);
+  release(key_empty(shared, 0, consumer));
+  cluster_wait();  // the other block has begun: its barriers are there
+  if (last_use == 0 && leader) tell(barrier_at(shared, kReady), other);
+  weigh(s, row, shrink, tiles.live(0));
+  pack(weights, s);
+#pragma unroll 1
+  for (int turn = 1; turn < turns; ++turn) {
+    const Place<kValueBuffers> place(turn - 1);
+    multiply_keys<false>(s, shared, turn, consumer);
+    barrier_wait(value_full(shared, place.buffer), place.parity);
+    multiply_values<true>(o, weights, values_of(shared, place.buffer), kSteps);
+    finish_keys<1>(s);
+    release(key_empty(shared, turn % kKeyBuffers, consumer));
+    if (turn == last_use && leader) tell(barrier_at(shared, kReady), other);
+    const bool rises = weigh(s, row, shrink, tiles.live(turn));
+    settle(s);
+    // The assembler would move the wait for products in front of the exponentials, were there no other wait between.
+    const Place<kKeyBuffers> next(turn + 1);
+    if (turn + 1 < turns) barrier_wait(key_full(shared, next.buffer, 0), next.parity);
+    wide_finish(o, weights);
+    release(value_empty(shared, place.buffer, consumer));
+    if (rises) scale_rows(o, shrink);
+    pack(weights, s);
+  }
+  const Place<kValueBuffers> place(turns - 1);
+  const int live = tiles.live(turns - 1);
+  const u32 values = values_of(shared, place.buffer);
+  barrier_wait(value_full(shared, place.buffer), place.parity);
+  if (live % kStepKeys != 0) clear_rows(values, live, consumer);
+  multiply_values<false>(o, weights, values, (live + kStepKeys - 1) / kStepKeys);
+  wide_finish(o, weights);
+  release(value_empty(shared, place.buffer, consumer));
+}
+
+// -- what is given ----------------------------------------------------------------------------------------------------
+
+// The same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ u32 place_in(u32 shared, int block) {
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(block));
+  return remote;
+}
+
+// 16 bytes, or 8, into the shared memory of another block, counted by a barrier of it.
+__device__ __forceinline__ void send(u32 to, u32 v0, u32 v1, u32 v2, u32 v3, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to),
+               "r"(v0), "r"(v1), "r"(v2), "r"(v3), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void send(u32 to, float first, float second, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, [%3];" ::"r"(to),
+               "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(barrier)
+               : "memory");
+}
+
+// Where this thread's 16 bytes number `chunk` lie in the block that gets them: in the place of the giver's queries, or
+// of keys that nobody reads any more.
+__device__ __forceinline__ u32 given_at(u32 shared, int chunk, int kept) {
+  const u32 mine = threadIdx.x % kGroupThreads * 16;
+  if (chunk < kQueryChunks) return shared + kGiver * kQueryBytes + chunk * kChunkBytes + mine;
+  return keys_of(shared, kept % kKeyBuffers) + (chunk - kQueryChunks) * kChunkBytes + mine;
+}
+
+// Row of the consumer's 64 that is this thread's first (0) or second (1).
+__device__ __forceinline__ int row_of(int half) {
+  return threadIdx.x % kGroupThreads / kWarpSize * 16 + 8 * half + threadIdx.x % kWarpSize / 4;
+}
+
+// The giver's end: sums, top and sum of the weights, as they are, to the same threads of the other block's keeper.
+__device__ __forceinline__ void give(const float (&o)[kHeadDim / 2], const Statistics& row, u32 shared,
+                                     const Tiles& tiles) {
+  const int block = 1 - tiles.rank;
+  const u32 there = place_in(shared, block), barrier = barrier_at(there, kGiven);
   float sum[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = warp * 16 + 8 * half + lane / 4;
-    sum[half] = warp_sum<4>(mine.sum[half]);
-    if (lane % 4 == 0) statistics[consumer * kHeads * kBlockRows + row] = make_float2(mine.top[half], sum[half]);
-  }
-  consumers_barrier();
+  for (int half = 0; half < 2; ++half) sum[half] = warp_sum<4>(row.sum[half]);
+  barrier_wait(barrier_at(shared, kReady), 0);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = warp * 16 + 8 * half + lane / 4;
-    const float2 other = statistics[(1 - consumer) * kHeads * kBlockRows + row];
-    const float reference = reference_of(fmaxf(mine.top[half], other.x));
-    const float weight = weight_of(mine.top[half], reference);
-    factor[half] = weight / fmaf(sum[half], weight, other.y * weight_of(other.x, reference));
+  for (int half = 0; half < 2; ++half)
+    if (threadIdx.x % 4 == 0) send(there + kStatisticsAt + row_of(half) * 8, row.top[half], sum[half], barrier);
+#pragma unroll
+  for (int chunk = 0; chunk < kGivenChunks; ++chunk) {
+    const float* v = o + chunk * kGivenChunk;
+    send(given_at(there, chunk, tiles.kept), __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+         __float_as_uint(v[3]), barrier);
   }
 }
 
@@ -311,28 +451,38 @@ __device__ __forceinline__ uint4 load_words(u32 shared) {
   return v;
 }
 
-// Gives the other consumer this one's part of half of the columns and adds the other's part to the half KEPT. The same
-// threads of both hold the same places, so that each word goes from thread to thread.
-template <int KEPT>
-__device__ __forceinline__ void join(float (&o)[kHeadDim / 2], const float (&factor)[2], u32 shared) {
-  constexpr int kHalf = kHeadDim / 4, kGiven = (1 - KEPT) * kHalf, kMine = KEPT * kHalf;
-  const u32 place = shared + kRingAt + threadIdx.x % kGroupThreads * 16;
+// The keeper's end: what it has and what it gets become the result.
+__device__ __forceinline__ void join(float (&o)[kHeadDim / 2], const Statistics& row, u32 shared, const Tiles& tiles) {
+  float mine[2], theirs[2], sum[2];
 #pragma unroll
-  for (int i = 0; i < kHalf; i += 4)
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(place + KEPT * kGivenBytes + i * kGroupThreads * 4),
-                 "f"(o[kGiven + i] * factor[0]), "f"(o[kGiven + i + 1] * factor[0]), "f"(o[kGiven + i + 2] * factor[1]),
-                 "f"(o[kGiven + i + 3] * factor[1])
+  for (int half = 0; half < 2; ++half) sum[half] = warp_sum<4>(row.sum[half]);
+  barrier_wait(barrier_at(shared, kGiven), 0);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top, given;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                 : "=f"(top), "=f"(given)
+                 : "r"(shared + kStatisticsAt + row_of(half) * 8)
                  : "memory");
-  consumers_barrier();
+    const float reference = reference_of(fmaxf(row.top[half], top));
+    mine[half] = weight_of(row.top[half], reference);
+    theirs[half] = weight_of(top, reference);
+    const float inverse = 1.0f / fmaf(sum[half], mine[half], given * theirs[half]);
+    mine[half] *= inverse;
+    theirs[half] *= inverse;
+  }
 #pragma unroll
-  for (int i = 0; i < kHalf; i += 4) {
-    const uint4 other = load_words(place + (1 - KEPT) * kGivenBytes + i * kGroupThreads * 4);
-    o[kMine + i] = fmaf(o[kMine + i], factor[0], __uint_as_float(other.x));
-    o[kMine + i + 1] = fmaf(o[kMine + i + 1], factor[0], __uint_as_float(other.y));
-    o[kMine + i + 2] = fmaf(o[kMine + i + 2], factor[1], __uint_as_float(other.z));
-    o[kMine + i + 3] = fmaf(o[kMine + i + 3], factor[1], __uint_as_float(other.w));
+  for (int chunk = 0; chunk < kGivenChunks; ++chunk) {
+    const uint4 found = load_words(given_at(shared, chunk, tiles.kept));
+    const u32 words[4] = {found.x, found.y, found.z, found.w};
+    float* v = o + chunk * kGivenChunk;
+#pragma unroll
+    for (int i = 0; i < kGivenChunk; ++i)
+      v[i] = fmaf(v[i], mine[i / 2], __uint_as_float(words[i]) * theirs[i / 2]);
   }
 }
+
+// -- result -----------------------------------------------------------------------------------------------------------
 
 // Four 8x8 matrices to shared memory; lane l names row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(u32 shared, u32 v0, u32 v1, u32 v2, u32 v3) {
@@ -343,21 +493,20 @@ __device__ __forceinline__ void store_matrices(u32 shared, u32 v0, u32 v1, u32 v
 
 // 16 bytes, number `chunk`, of one of a warp's 16 staged rows.
 __device__ __forceinline__ u32 staged(u32 at, int row, int chunk) {
-  return at + row * (kStagedColumns * 2) + ((chunk ^ (row % 8)) << 4);
+  return at + row * (kHeadDim * 2) + ((chunk ^ (row % 8)) << 4);
 }
 
-// Rounds the half KEPT, turns it in shared memory so that a lane holds whole groups of columns, and stores it: as
-// bf16, or as codes under `scale`. A warp's rows are two heads of the block's eight rows.
-template <int KEPT>
-__device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 shared, void* out, const float* scale,
-                                      int rows) {
-  constexpr int kMine = KEPT * kHeadDim / 4, kChunks = kStagedColumns / 8, kTaken = OUT8 ? 2 : 1;
+// Rounds, turns the result in shared memory so that a lane holds whole groups of columns, and stores it: as bf16, or as
+// codes under `scale`. A warp's rows are two heads of the eight rows from `first_row` on.
+__device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 staging, int first_row, void* out,
+                                      const float* scale, int rows) {
+  constexpr int kChunks = kHeadDim / 8, kTaken = OUT8 ? 2 : 1;
   constexpr int kLanes = kChunks / kTaken, kAtOnce = kWarpSize / kLanes;  // lanes to a row; rows
   const int warp = threadIdx.x % kGroupThreads / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const u32 at = shared + (KEPT * kGroupWarps + warp) * kStagedBytes;
+  const u32 at = staging + warp * kStagedBytes;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; chunk += 2) {
-    const float* v = o + kMine + 4 * chunk;
+    const float* v = o + 4 * chunk;
     store_matrices(staged(at, lane % 16, chunk + lane / 16), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
                    pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
   }
@@ -366,9 +515,8 @@ __device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 shared
 #pragma unroll
   for (int i = 0; i < 16; i += kAtOnce) {
     const int row = i + lane / kLanes, chunk = lane % kLanes * kTaken;
-    const int global_row = blockIdx.x * kBlockRows + row % 8, head = 2 * warp + row / 8;
-    const u64 column = head * kHeadDim + KEPT * kStagedColumns + chunk * 8;
-    const u64 index = static_cast<u64>(global_row) * kRowValues + column;
+    const int global_row = first_row + row % 8, head = 2 * warp + row / 8;
+    const u64 index = static_cast<u64>(global_row) * kRowValues + head * kHeadDim + chunk * 8;
     const uint4 first = load_words(staged(at, row, chunk));
     if (OUT8) {
       const uint4 second = load_words(staged(at, row, chunk + 1));
@@ -379,77 +527,68 @@ __device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 shared
   }
 }
 
-template <int CONSUMER>
-__device__ __forceinline__ void finish(float (&o)[kHeadDim / 2], const float (&factor)[2], u32 shared, void* out,
-                                       const float* scale, int rows) {
-  join<CONSUMER>(o, factor, shared);
-  store<CONSUMER>(o, shared, out, scale, rows);
-}
-
-__device__ __forceinline__ void consume(u32 shared, float2* statistics, const Tiles& tiles, void* out,
-                                        const float* scale, int rows, int consumer) {
+__device__ __forceinline__ void consume(u32 shared, const Tiles& tiles, void* out, const float* scale, int rows,
+                                        int consumer) {
   float o[kHeadDim / 2];
 #pragma unroll
   for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
   Statistics row = {{negative_infinity(), negative_infinity()}, {0.0f, 0.0f}};
-  barrier_wait(query_barrier(shared), 0);
-#pragma unroll 1
-  for (int tile = consumer; tile < tiles.count; tile += kConsumers) {
-    const int live = min(kTileKeys, tiles.valid - tile * kTileKeys);
-    u32 weights[kTileKeys / 4];
-    float s[kTileKeys / 2];
-    multiply_keys(s, shared, tiles.keys(tile));
-    weigh(s, weights, o, row, live);
-    multiply_values(o, weights, shared, tiles.values(tile), live, consumer);
+  attend(o, row, shared, tiles, consumer);
+  if (consumer == kGiver) {
+    give(o, row, shared, tiles);
+  } else {
+    join(o, row, shared, tiles);
+    consumer_barrier(consumer);  // all of its warps have read the queries for the last time
+    store(o, shared + kKeeper * kQueryBytes, (blockIdx.x / 2 * 2 + tiles.rank) * kBlockRows, out, scale, rows);
   }
-  float factor[2];
-  agree(row, factor, statistics, consumer);  // behind it both have read queries and ring for the last time
-  if (consumer == 0)
-    finish<0>(o, factor, shared, out, scale, rows);
-  else
-    finish<1>(o, factor, shared, out, scale, rows);
 }
 
-// query bf16[rows, 8 * 256] in boxes of 8 x 64; key and value bf16[rows, 256] in boxes of 128 / CLUSTER x 64 and of 32
-// x 64; all swizzled over 128 bytes. valid int32[1], from 1 to `rows`. out bf16[rows, 8 * 256], or with OUT8 codes
-// under scale float32[1]. The grid has a block for each 8 rows, rounded up to whole clusters: a block without rows
-// works on zeros, because the others of its cluster need its part of keys and values.
-extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, 1)
+__device__ __forceinline__ void prepare_barriers(u32 shared) {
+  for (int i = kKeyFull; i < kKeyEmpty; ++i) barrier_init(barrier_at(shared, i), 1);
+  for (int i = kKeyEmpty; i < kQueryFull; ++i) barrier_init(barrier_at(shared, i), kGroupWarps);
+  for (int i = kQueryFull; i < kReady; ++i) barrier_init(barrier_at(shared, i), 1);
+  barrier_init(barrier_at(shared, kReady), kConsumers * kGroupWarps);
+  barrier_init(barrier_at(shared, kGiven), 1);
+  barriers_publish();
+  barrier_expect(barrier_at(shared, kGiven), kGivenBytes);
+}
+
+// query bf16[rows, 8, 256] in boxes of 64 columns, 8 rows and 8 heads; key and value bf16[rows, 256] in boxes of
+// TILE_ROWS x 64; all swizzled over 128 bytes. valid int32[1], from 1 to `rows`. out bf16[rows, 8 * 256], or with OUT8
+// codes under scale float32[1]. The grid has two blocks for each 16 rows. No block ends before what others send it has
+// come: its giver waits for all that arrives at kReady, its keeper for all that is given.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     prefix_attention(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
                      const __grid_constant__ TensorMap value, const int* valid, void* out, const float* scale,
                      int rows) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
+  const int rank = static_cast<int>(block_in_cluster());
   if (threadIdx.x == 0) {
     if (shared % 1024 != 0) __trap();  // or swizzle and descriptors disagree
     prefetch_map(query);
     prefetch_map(key);
     prefetch_map(value);
-    for (int slot = 0; slot < kSlots; ++slot) {
-      barrier_init(full_barrier(shared, slot), 1);
-      barrier_init(empty_barrier(shared, slot), kGroupWarps * CLUSTER);
-    }
-    barrier_init(query_barrier(shared), 1);
-    barriers_publish();
+    prepare_barriers(shared);
   }
-  __syncthreads();
-  if (CLUSTER > 1) cluster_barrier();
   overlap_trigger();
   overlap_wait();
+  const Feed feed{shared, query, key, value, usual_policy()};
+  if (threadIdx.x == 0) begin(feed, rank);
+  __syncthreads();
+  cluster_arrive();
   const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);  // known to be one for a warp
-  if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-    const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);
-    if (threadIdx.x == 0)
-      produce(Feed{shared, key, value, usual_policy(), CLUSTER > 1 ? static_cast<int>(block_in_cluster()) : 0}, valid,
-              rows);
-    else if (warp == 1)
-      fetch_queries(shared, query, usual_policy());
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    float2* statistics = reinterpret_cast<float2*>(memory + kStatisticsAt);
-    consume(shared, statistics, Tiles(min(max(*valid, 1), rows)), out, scale, rows, group - 1);
+  switch (group) {  // not `if`: the assembler heeds setmaxnreg only where the producer's code stands in front
+    case 0:
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+      if (threadIdx.x == 0) produce(feed, Tiles(min(max(*valid, 1), rows), rank));
+      __syncwarp();
+      cluster_wait();
+      break;
+    case 1:
+    case 2:
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+      consume(shared, Tiles(min(max(*valid, 1), rows), rank), out, scale, rows, group - 1);
+      break;
   }
-  __syncwarp();
-  if (CLUSTER > 1) cluster_barrier();  // no block ends while another may still write to it
 }

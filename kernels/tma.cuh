@@ -56,6 +56,15 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 
 // -- cluster ----------------------------------------------------------------------------------------------------------
 
+// For the declaration of a kernel that is compiled for clusters of CLUSTER blocks.
+#ifndef CLUSTER_SIZE
+#if defined(CLUSTER) && CLUSTER > 1
+#define CLUSTER_SIZE __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_SIZE
+#endif
+#endif
+
 __device__ __forceinline__ u32 block_in_cluster() {
   u32 rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

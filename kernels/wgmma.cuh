@@ -10,8 +10,11 @@
 // A tile in shared memory whose rows are 128 bytes, swizzled by the copy engine in atoms of 8 rows, is described by 64
 // bits. The low word is the start address in units of 16 bytes; a tile starts at a multiple of 1024 bytes. The high word
 // says: 1024 bytes from atom to atom (in the same units), swizzle over 128 bytes (1 in the topmost two bits).
-#define WG_TILE_HIGH "0x40000040"
-__device__ __forceinline__ u32 tile_start(u32 shared) { return shared >> 4; }
+constexpr u32 kTileHigh = 0x40000040u;
+// A start has 14 bits. In a cluster an address also says, above these, which block is meant: that must not reach the
+// fields behind them.
+__device__ __forceinline__ u32 tile_start(u32 shared) { return (shared & 0x3ffff) >> 4; }
+__device__ __forceinline__ u64 joined(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 
 // Further along a row by `bytes` of it, a multiple of 32, or on to another tile: addresses are swizzled after the sum.
 __device__ __forceinline__ u32 further(u32 start, u32 bytes) { return start + (bytes >> 4); }
@@ -105,15 +108,17 @@ __device__ __forceinline__ void products_wait() {
 #endif
 
 // Starts d = a * b^T + (accumulate ? d : 0) for 32 bytes of each row; a and b are starts of tiles. d[4 * g + i]: row
-// lane / 4 + 8 * (i / 2) of the warp's 16 rows of A, row 8 * g + 2 * (lane % 4) + i % 2 of B. The starts stand in front,
-// as outputs, only because the numbers of operands behind a list would depend on its length.
+// lane / 4 + 8 * (i / 2) of the warp's 16 rows of A, row 8 * g + 2 * (lane % 4) + i % 2 of B. A_HIGH: the high word for
+// A, if that is no tile as described above. The descriptors stand in front, as outputs, only because the numbers of
+// operands behind a list would depend on its length.
+template <u32 A_HIGH = kTileHigh>
 __device__ __forceinline__ void multiply(float (&d)[TILE_ROWS / 2], u32 a, u32 b, u32 accumulate) {
+  u64 of_a = joined(a, A_HIGH), of_b = joined(b, kTileHigh);
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %2, 0;\n"
-      "mov.b64 a, {%0, " WG_TILE_HIGH "};\nmov.b64 b, {%1, " WG_TILE_HIGH "};\n"
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n" WG_STRING(TILE_ROWS) WG_SHAPE
-      "{" WG_OF(WG_NAMES_, TILE_ROWS) "}, a, b, p, 1, 1" WG_MAJOR ";\n}"
-      : "+r"(a), "+r"(b), "+r"(accumulate), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
+      "{" WG_OF(WG_NAMES_, TILE_ROWS) "}, %0, %1, p, 1, 1" WG_MAJOR ";\n}"
+      : "+l"(of_a), "+l"(of_b), "+r"(accumulate), WG_OF(WG_SUMS_, TILE_ROWS)::"memory");
 }
 
 // Waits for all products; the sums may be read behind it.
@@ -130,7 +135,7 @@ __device__ __forceinline__ void products_finish(float (&d)[TILE_ROWS / 2]) {
 // bytes then lie between groups of 8 rows. This is the canonical layout "MN-major, swizzle 128 B" of the PTX ISA, in
 // CUTLASS's words ((8,n),(8,k)):((1,LBO),(8,SBO)) in units of 16 bytes (make_gmma_desc, mma_traits_sm90_gmma.hpp).
 __device__ __forceinline__ u32 wide_start(u32 shared, u32 block_bytes) {
-  return (tile_start(shared) & 0x3fff) | tile_start(block_bytes) << 16;  // no bit of the start may reach the distance
+  return tile_start(shared) | block_bytes >> 4 << 16;
 }
 
 // Starts d += a * b for 16 rows of a tile of B with 256 columns. a: two bfloat16 a word, rows lane / 4, then 8 further,
@@ -138,12 +143,13 @@ __device__ __forceinline__ u32 wide_start(u32 shared, u32 block_bytes) {
 // in front of it because the lists count from there. The words of `a` must be inputs only: as outputs they would need
 // registers of their own, and the compiler, short of them, would let one product wait for the other.
 __device__ __forceinline__ void multiply_wide(float (&d)[128], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
+  u64 of_b = joined(b, kTileHigh);
   u32 accumulate = 1, unused = 0;
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %1, 0;\nmov.b64 b, {%0, " WG_TILE_HIGH "};\n"
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WG_NAMES_256
-      "}, {%131, %132, %133, %134}, b, p, 1, 1, 1;\n}"  // the last 1: B is transposed
-      : "+r"(b), "+r"(accumulate), "+r"(unused), WG_SUMS_256
+      "}, {%131, %132, %133, %134}, %0, p, 1, 1, 1;\n}"  // the last 1: B is transposed
+      : "+l"(of_b), "+r"(accumulate), "+r"(unused), WG_SUMS_256
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3)
       : "memory");
 }

@@ -2,7 +2,7 @@
 # Fetches what a GPU machine without a network lacks, as wheels for its Python, into folders beside this checkout:
 #
 #   bash scripts/offline_wheels.sh lerobot      .whl       LeRobot, the reference of `flashrt verify` and a baseline (16 MB)
-#   bash scripts/offline_wheels.sh accelerate   .whl_acc   what more the models of benchmarks/accelerate.py import (6 MB)
+#   bash scripts/offline_wheels.sh accelerate   .whl_acc   what more the models of benchmarks/drop_in.py import (6 MB)
 #   bash scripts/offline_wheels.sh ros          .whl_ros   rclpy, Fast DDS, messages, and this package itself (44 MB)
 #
 # Copy the checkout with these folders; benchmarks/h200.sh installs from them. The machine needs PyTorch, NumPy, OpenCV and

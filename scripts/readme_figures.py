@@ -2,8 +2,8 @@
 
     python scripts/readme_figures.py
 
-A mark is `<!-- NAME.json KEY.KEY -->` with the figure right behind it; a key that is a number is an index. Figures that
-agree already to half a percent stay as they are written, so that a run changes nothing that is true.
+A mark is `<!-- NAME.json KEY.KEY -->` with the figure right behind it; a key that is a number is an index. A figure
+that is the result, rounded, stays as it is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"(<!-- (\w+)\.json ([\w.-]+) -->)([^\s|]+)")
-SAME = 0.005  # relative; what test/node/test_readme.py allows
 
 
 def figure(results: Path, file: str, key: str) -> float:
@@ -31,17 +30,21 @@ def shown(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
+def is_rounded(written: str, value: float) -> bool:
+    """Whether `written` is `value` to as many places as it has."""
+    try:
+        return float(written) == round(value, len(written.partition(".")[2]))
+    except ValueError:
+        return False
+
+
 def refreshed(text: str, results: Path) -> str:
     """`text` with every marked figure as the results have it."""
 
     def replaced(match: re.Match[str]) -> str:
         mark, file, key, written = match.groups()
         value = figure(results, file, key)
-        try:
-            same = abs(float(written) - value) <= SAME * abs(value)
-        except ValueError:
-            same = False
-        return mark + (written if same else shown(value))
+        return mark + (written if is_rounded(written, value) else shown(value))
 
     return MARK.sub(replaced, text)
 

@@ -36,6 +36,7 @@ from .errors import (
     UnknownSessionError,
     WindowError,
 )
+from .float32 import exact_float32
 from .folder import CapsuleFolder
 from .graphs import StageBody, recording_into
 from .manager import SessionManager
@@ -83,6 +84,7 @@ __all__ = [
     "WindowPath",
     "arena_offsets",
     "choose_path",
+    "exact_float32",
     "memory_refusals",
     "recording_into",
     "require_memory",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from ..contract import Contract, Stage, Variant
 from .errors import EngineError, UncapturedShapeError
+from .float32 import exact_float32, process_wide
 
 StageBody = Callable[[Mapping[str, torch.Tensor], Variant], None]
 """Reads and writes the arena's tensors in place for one shape key. On a GPU it must be capturable: no `.item()`, no
@@ -20,17 +20,14 @@ shape that depends on data, no tensor that outlives the call."""
 _WARM_UP_RUNS = 2  # lazy library handles and autotuning happen here, before capture forbids them
 
 
-_capturing = threading.RLock()
-
-
 @contextmanager
 def recording_into(graph: Any) -> Iterator[None]:
     """Capture what the current thread enqueues into `graph`, a torch.cuda.CUDAGraph, one capture at a time.
 
-    Garbage is not collected meanwhile: a graph that dies in between waits for the device, and CUDA ends a capture for
-    that.
+    Float32 products are what the process's switches say, and not what another thread's `exact_float32` does. Garbage is
+    not collected meanwhile: a graph that dies in between waits for the device, and CUDA ends a capture for that.
     """
-    with _capturing:
+    with process_wide:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -78,7 +75,10 @@ def capture(
     variant: Variant,
     device: torch.device,
 ) -> Executable:
-    """Capture `body` for `variant`; the returned executable replays it on the arena's fixed addresses."""
+    """Capture `body` for `variant`; the returned executable replays it on the arena's fixed addresses.
+
+    Float32 products are what the process's switches say: those of the moment on a GPU, those of each replay on a CPU.
+    """
     if device.type == "cpu":
         recorded = RecordedCall(body, arena, variant)
         recorded.replay()  # a body that cannot run must fail at configure, not in the first decision
@@ -102,7 +102,11 @@ def _capture_cuda(body: StageBody, arena: Mapping[str, torch.Tensor], variant: V
 
 
 class GraphSet:
-    """Every stage of a contract, captured for every shape key."""
+    """Every stage of a contract, captured for every shape key.
+
+    On a GPU stages compute float32 products exactly, so that no switch of the process decides about the bits behind a
+    fingerprint.
+    """
 
     def __init__(
         self,
@@ -113,8 +117,9 @@ class GraphSet:
     ) -> None:
         _check_bodies(contract, bodies)
         self._graphs: dict[tuple[str, str], Executable] = {}
-        for stage in contract.order:
-            self._capture_stage(contract, stage, bodies[stage.name], arena, device)
+        with nullcontext() if device.type == "cpu" else exact_float32():
+            for stage in contract.order:
+                self._capture_stage(contract, stage, bodies[stage.name], arena, device)
 
     def _capture_stage(
         self,

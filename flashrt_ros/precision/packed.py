@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contract import WIDE, SiteFormat
+from ..ops.padding import Shape, in_padded_memory, padded_shape, with_padding
 from . import e4m3, nvfp4
 from .errors import PrecisionError
 
@@ -54,10 +56,16 @@ class PackedWeight(Tensor):
         return stand_in
 
     def __init__(
-        self, matrix: Tensor, table: SiteFormat, input_scale: Tensor | None = None, multiplier: Tensor | None = None
+        self,
+        matrix: Tensor,
+        table: SiteFormat,
+        input_scale: Tensor | None = None,
+        multiplier: Tensor | None = None,
+        *,
+        padded: bool = False,
     ) -> None:
         """Quantise `matrix`, float[outputs, inputs], as `table` says; PrecisionError with the site's name if it
-        cannot be."""
+        cannot be. With `padded`, codes lie in memory where `with_zeros` finds room."""
         check_format(table)
         self.site, self.format, self.activation = table.name, table.weight, table.activation
         self.input_scale, self.multiplier, self.tensor_scale = input_scale, multiplier, None
@@ -67,6 +75,9 @@ class PackedWeight(Tensor):
             self._store(matrix)
         except PrecisionError as error:
             raise PrecisionError(f"site '{table.name}': {error}") from None
+        shape = padded_shape(matrix.shape)
+        if padded and matrix.shape != shape:
+            self._place(shape, in_padded_memory)
 
     def _store(self, matrix: Tensor) -> None:
         if self.format == "nvfp4":
@@ -74,6 +85,30 @@ class PackedWeight(Tensor):
             self.codes, self.scales, self.tensor_scale = stored.packed, stored.scales, stored.tensor_scale
         else:
             self.codes, self.scales = e4m3.quantise_weight(matrix, by_channel=self.format == "e4m3")
+
+    def _place(self, shape: Shape, place: Callable[[Tensor, Shape], Tensor]) -> None:
+        """Let `place` put what is stored of each value, or each block of them, where a matrix of `shape` has it."""
+        outputs, inputs = shape
+        if self.format == "nvfp4":
+            self.codes = place(self.codes, (outputs, inputs // 2))
+            self.scales = place(self.scales, (outputs, inputs // nvfp4.BLOCK))
+        else:
+            self.codes = place(self.codes, shape)
+
+    def with_zeros(self) -> PackedWeight:
+        """The matrix with zeros behind its outputs and inputs, up to `padded_shape`, for who multiplies it: itself if
+        that is its shape. Codes are not copied if they were packed with `padded`."""
+        shape = padded_shape(self.shape)
+        if self.shape == shape:
+            return self
+        wider = PackedWeight.__new__(PackedWeight, torch.empty((), dtype=self.dtype, device=self.device).expand(shape))
+        wider.__dict__.update(self.__dict__)
+        wider._place(shape, with_padding)
+        if self.format == "e4m3":
+            wider.scales = _with_ones(self.scales, shape[0])
+        if self.multiplier is not None:
+            wider.multiplier = _with_ones(self.multiplier, shape[1])
+        return wider
 
     @property
     def stored_bytes(self) -> int:
@@ -117,6 +152,10 @@ class PackedWeight(Tensor):
             f"{func} cannot read {', '.join(sites) or 'a packed weight'}: it is stored packed; "
             "use the ops of flashrt_ros.precision, or a kernel that knows the format"
         )
+
+
+def _with_ones(values: Tensor, size: int) -> Tensor:
+    return torch.cat((values, values.new_ones(size - len(values))))
 
 
 def stored_bytes(table: SiteFormat, outputs: int, inputs: int) -> int:

@@ -87,7 +87,7 @@ def _tensors() -> dict[str, Tensor]:
 def model(dtype: str = "bfloat16", chunk: int = 10) -> Model:
     """The model for one precision and chunk length; weights do not depend on either."""
     config = replace(CONFIG, dtype=dtype, chunk=chunk)
-    weights = load_weights(MemorySource(_tensors(), config, "test"), config, DEVICE)
+    weights = load_weights(MemorySource(_tensors(), config, "test"), config, DEVICE, padded=True)
     contract = build_contract(config, replace(_IDENTITY, precision=dtype, chunk=chunk, horizon=chunk))
     return Model(config, contract, weights)
 
@@ -114,7 +114,7 @@ def in_tier(tier: Tier, seeds: tuple[int, ...] = (11, 12)) -> Model:
     for seed in seeds:
         decide(watched, made, seed)
     chosen = ChosenTier(tier, key.formats, Path(), calibrate(observer, choices, key, protocol={}))
-    weights = pack_weights(made.weights, chosen)
+    weights = pack_weights(made.weights, chosen, padded=True)
     return Model(made.config, replace(made.contract, formats=key.formats), weights)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerate_models import Setting, Workload, lerobot_pi05
+from benchmarks.drop_in_models import Setting, Workload, lerobot_pi05
 
 
 class Short(Setting):

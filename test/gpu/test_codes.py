@@ -30,7 +30,7 @@ pytestmark = [
 ]
 ROWS = (1, 7, 256, 512, 712, 968)
 SUMS = 1e-2  # the tensor cores keep 14 bits of a sum of E4M3 products
-CLUSTER: dict[str, int] = {"CLUSTER": 2, "TILE_ROWS": 240}
+TALL: dict[str, int] = {"TILE_ROWS": 240}
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
 
@@ -160,7 +160,7 @@ def factors(outputs: int, inputs: int) -> Tensor:
 
 
 @OVERLAP
-@pytest.mark.parametrize("variant", [{}, CLUSTER, {"STAGGER": 0}, {"STAGGER": 1, "TILE_ROWS": 64}])
+@pytest.mark.parametrize("variant", [{}, TALL, {"TILE_ROWS": 64}])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_codes(rows: int, variant: dict[str, int], overlap: bool) -> None:
     for inputs, outputs in ((2048, 2560), (4304, 1280), (128, 256), (144, 256)):
@@ -211,7 +211,7 @@ def test_activations_in_front_of_codes(rows: int, overlap: bool) -> None:
 
 
 @OVERLAP
-@pytest.mark.parametrize("variant", [{}, CLUSTER])
+@pytest.mark.parametrize("variant", [{}, TALL])
 @pytest.mark.parametrize("to_codes", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_geglu_of_codes(rows: int, to_codes: bool, variant: dict[str, int], overlap: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from flashrt_ros.contract import Variant
 from flashrt_ros.engine import (
+    Arena,
     CapsuleFolder,
     CapsuleStore,
     Session,
@@ -22,7 +23,7 @@ from flashrt_ros.engine import (
     recording_into,
 )
 from flashrt_ros.engine.copier import copy_with_torch
-from flashrt_ros.engine.graphs import capture
+from flashrt_ros.engine.graphs import GraphSet, capture
 from flashrt_ros.ops.region_copy import region_copy
 
 from ..contract.builders import make_contract
@@ -214,3 +215,33 @@ def test_a_graph_that_becomes_garbage_does_not_end_a_capture() -> None:
     graph.replay()
     assert x.tolist() == [float(len(made))] * 8
     assert gc.isenabled()
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def test_float32_products_are_exact_in_stages_and_as_the_process_says_elsewhere() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, y = (torch.randn(512, 512, device="cuda", generator=generator) for _ in range(2))
+    out, contract = torch.empty(512, 512, device="cuda"), make_contract()
+
+    def body(arena: Mapping[str, torch.Tensor], variant: Variant) -> None:
+        torch.mm(x, y, out=out)
+
+    stage, variant, device = contract.order[0].name, contract.variants[0], torch.device("cuda")
+    bodies: dict[str, StageBody] = {**BODIES, stage: body}
+    arena = Arena(contract, device)
+    exact = x.double() @ y.double()
+    torch.set_float32_matmul_precision("high")
+    try:
+        stages = GraphSet(contract, bodies, arena, device)
+        alone = capture(body, arena, variant, device)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    stages.replay(stage, variant.name)
+    assert relative_error(out, exact) < 1e-5
+    if torch.cuda.get_device_capability() >= (8, 0):  # the first that can round to TF32
+        alone.replay()
+        assert relative_error(out, exact) > 1e-4

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from flashrt_ros.engine import Session
 from flashrt_ros.ops import reference_ops
 from flashrt_ros.ops.cuda import gemm, image_attention, prefix_attention
 from flashrt_ros.ops.cuda import rows as kernels
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import ExpertKernel
+from flashrt_ros.ops.cuda.expert import ExpertKernel, ShiftTables
 from flashrt_ros.ops.report import KernelReport
 from flashrt_ros.policies.pi05.cuda_attention import IMAGE, LIBRARY, PREFIX
 from flashrt_ros.policies.pi05.cuda_plan import FUSED, GATE_UP, PARTS, SEPARATE, ChosenStages, choose_stages
 from flashrt_ros.policies.pi05.cuda_stages import CudaStages
+from flashrt_ros.policies.pi05.sites import change_sites
 from flashrt_ros.policies.pi05.stages import Pi05Stages
+from flashrt_ros.policies.pi05.weights import Pi05Weights
 from test.gpu.fused import DEVICE, NEEDS_KERNELS, Model, decide, distance, model, reference
 
 pytestmark = NEEDS_KERNELS
@@ -61,8 +66,68 @@ def test_a_smaller_grid_gives_equal_bits(chunk: int, clusters: int) -> None:
     other._expert = ExpertKernel(
         other._expert.weights, chunk, made.config.steps, capacity=made.config.prefix_rows, clusters=clusters
     )
+    other._fill_tables(other._expert)
     expected, got = decide(usual, made), decide(other, made)
     assert torch.equal(got["expert"], expected["expert"])
+
+
+def test_the_experts_tables_are_of_the_modulations_that_a_session_makes() -> None:
+    """Whatever the process allows when stages are built, and when they are captured."""
+    made = model()
+    for when_built, when_captured in (("highest", "high"), ("high", "highest")):
+        torch.set_float32_matmul_precision(when_built)
+        try:
+            stages = chosen(made)[0]
+            torch.set_float32_matmul_precision(when_captured)
+            session = Session(made.contract, stages.bodies(), "cuda")
+            session.configure()
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert isinstance(stages, CudaStages)
+        assert isinstance(stages._expert, ExpertKernel)
+        expected = ShiftTables.allocate(stages._expert.weights, made.config.steps)
+        with torch.inference_mode(), session.reading("modulation") as modulation:
+            expected.fill(stages._expert.weights, modulation)
+        for name in ("project", "gate_up", "leave"):
+            assert torch.equal(getattr(stages._expert._shifts, name), getattr(expected, name)), name
+        session.close()
+
+
+def test_an_expert_without_tables_is_refused() -> None:
+    made = model()
+    stages = chosen(made)[0]
+    assert isinstance(stages, CudaStages)
+    assert isinstance(stages._expert, ExpertKernel)
+    stages._expert = ExpertKernel(
+        stages._expert.weights, made.config.chunk, made.config.steps, capacity=made.config.prefix_rows
+    )
+    with pytest.raises(KernelError, match="tables of the modulations are missing"):
+        decide(stages, made)
+
+
+def test_hidden_values_of_vision_lie_in_whole_lines_with_zeros_behind_them() -> None:
+    made = model()
+    stages, copying = chosen(made)[0], chosen(replace(made, weights=without_room(made.weights)))[0]
+    assert isinstance(stages, CudaStages)
+    assert isinstance(copying, CudaStages)
+    hidden = stages._hidden.fill_(float("nan"))
+    got = decide(stages, made)
+    assert hidden.shape[1] == 4352
+    assert not hidden[:, made.config.vision_hidden :].any()
+    assert hidden.isfinite().all()
+    for mine, other, layer in zip(
+        stages._vision_layers, copying._vision_layers, made.weights.vision.layers, strict=True
+    ):
+        assert mine.up.weight.data_ptr() == layer.up.weight.data_ptr()
+        assert mine.down.weight.data_ptr() == layer.down.weight.data_ptr()
+        assert torch.equal(mine.down.weight, other.down.weight)
+    expected = decide(copying, made)
+    assert all(torch.equal(got[part], expected[part]) for part in PARTS)
+
+
+def without_room(weights: Pi05Weights) -> Pi05Weights:
+    """The same values in memory of their own."""
+    return change_sites(weights, lambda site, matrix: matrix.clone(memory_format=torch.contiguous_format))
 
 
 def test_replays_of_one_graph_give_equal_bits() -> None:

@@ -26,6 +26,7 @@ from flashrt_ros.policies.pi05.cuda_products import (
     DecodedProduct,
     LibraryProduct,
     PackedProduct,
+    as_codes,
     quantised,
 )
 from flashrt_ros.policies.pi05.stages import Pi05Stages
@@ -139,6 +140,25 @@ def test_overlap_changes_no_bit(name: str) -> None:
     for seed in range(3):
         expected, got = decide(usual, made, seed), decide(other, made, seed)
         assert all(torch.equal(got[part], expected[part]) for part in PARTS)
+
+
+@pytest.mark.parametrize("name", ["8-bit", "every format"])
+def test_codes_of_hidden_values_lie_in_whole_lines_with_zeros_behind_them(name: str) -> None:
+    made = narrow(name)
+    stages, width = chosen(made)[0], made.config.vision_hidden
+    assert isinstance(stages, ChosenStages)
+    stages._hidden.fill_(float("nan"))
+    decide(stages, made)
+    codes = as_codes(stages._hidden)  # the last layer of both tiers writes them
+    assert codes.shape[1] == 4352
+    assert not codes[:, width:].float().any()
+    assert codes.float().isfinite().all()
+    for mine, layer in zip(stages._vision_layers, made.weights.vision.layers, strict=True):
+        wider, stored = mine.down.weight, layer.down.weight
+        assert isinstance(wider, PackedWeight)
+        assert isinstance(stored, PackedWeight)
+        assert wider.codes.data_ptr() == stored.codes.data_ptr()
+        assert stored.codes.stride() == (4352, 1)
 
 
 @pytest.mark.parametrize("name", ["8-bit", "4-bit"])

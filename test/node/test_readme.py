@@ -73,8 +73,8 @@ def test_figures_are_those_of_the_committed_results() -> None:
 
 
 def test_a_figure_is_written_anew_only_if_it_changed(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps([{"ms": 9.0, "calls": 1000.0, "us": 2.5}]))
-    text = "<!-- run.json 0.ms -->9.04 ms, <!-- run.json 0.calls -->- calls, <!-- run.json 0.us -->2.6 µs"
+    (tmp_path / "run.json").write_text(json.dumps([{"ms": 9.043, "calls": 1000.0, "us": 2.5}]))
+    text = "<!-- run.json 0.ms -->9.04 ms, <!-- run.json 0.calls -->- calls, <!-- run.json 0.us -->2.51 µs"
     fresh = "<!-- run.json 0.ms -->9.04 ms, <!-- run.json 0.calls -->1000 calls, <!-- run.json 0.us -->2.5 µs"
     assert refreshed(text, tmp_path) == fresh
 

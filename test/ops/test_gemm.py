@@ -8,7 +8,7 @@ import torch
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.gemm import Behind
+from flashrt_ros.ops.cuda.gemm import Behind, OutLayout
 from flashrt_ros.ops.cuda.tensor_map import tensor_map
 
 H200 = 132
@@ -25,7 +25,23 @@ def test_every_tile_is_one_that_the_instruction_has_and_fits(rows: int) -> None:
     tile = gemm.tile_rows(rows, 256, H200)
     assert tile % 8 == 0
     assert 8 <= tile <= 256
-    assert gemm.shared_bytes(tile, 4) <= SHARED_LIMIT
+    assert gemm.shared_bytes(tile, 4, OutLayout.of(tile, {})) <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("tile", "defines", "layout"),
+    [
+        (128, {}, ((64, 64), 128, 64 * 128)),
+        (184, {}, ((8, 64), 128, 96 * 128)),  # 23 groups of 8 rows have no halves
+        (240, {"GEGLU": 1}, ((120, 32), 64, 120 * 64)),
+        (176, {"OUT8": 1, "GELU": 1}, ((176, 64), 128, 88 * 128)),  # a line holds two rows of codes
+        (8, {}, ((8, 64), 128, 8 * 128)),
+    ],
+)
+def test_output_is_staged_in_halves_of_a_tile(
+    tile: int, defines: dict[str, int], layout: tuple[tuple[int, int], int, int]
+) -> None:
+    assert OutLayout.of(tile, defines) == OutLayout(*layout)
 
 
 @pytest.mark.parametrize(

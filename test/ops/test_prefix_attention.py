@@ -37,28 +37,28 @@ def arguments(**other: Any) -> dict[str, Any]:
     return {**usual, **other}
 
 
-@pytest.mark.parametrize(
-    ("rows", "cluster", "count"), [(712, 1, 89), (712, 2, 90), (712, 4, 92), (968, 2, 122), (1, 1, 1), (1, 4, 4)]
-)
-def test_the_grid_is_whole_clusters(rows: int, cluster: int, count: int) -> None:
-    assert blocks(rows, cluster) == count
+@pytest.mark.parametrize(("rows", "count"), [(712, 90), (968, 122), (1, 2), (16, 2), (17, 4)])
+def test_the_grid_is_whole_clusters(rows: int, count: int) -> None:
+    assert blocks(rows) == count
 
 
 def test_shared_memory_fits_a_hopper_block() -> None:
-    assert shared_bytes() <= SHARED_LIMIT
+    assert shared_bytes(prefix_attention_source({})) <= SHARED_LIMIT
 
 
 def test_launcher_and_kernel_agree_on_the_sizes() -> None:
     """The offsets that the kernel computes, from its own constants, end where the launcher's memory ends."""
-    text = full_text(prefix_attention_source({}))
+    source = prefix_attention_source({})
+    text = full_text(source)
     found = dict(re.findall(r"\b(k[A-Z]\w+) = (\d+)\b", text))
-    sizes = {name: int(found[name]) for name in ("kHeads", "kHeadDim", "kBlockRows", "kPieces", "kColumns", "kPhases")}
-    tile = int(re.findall(r"#define TILE_ROWS (\d+)", text)[0])
-    product_rows = sizes["kHeads"] * sizes["kBlockRows"]
-    slots = sizes["kPhases"] * sizes["kPieces"]
-    ring = slots * tile * sizes["kColumns"] * 2
-    barriers = (2 * slots + 1) * 8
-    assert shared_bytes() == product_rows * sizes["kHeadDim"] * 2 + ring + 2 * product_rows * 8 + barriers
+    heads, width, rows, columns = (int(found[name]) for name in ("kHeads", "kHeadDim", "kBlockRows", "kColumns"))
+    usual = {name: int(value) for name, value in re.findall(r"#define (TILE_ROWS|\w+_BUFFERS) (\d+)", text)}
+    assert {name: source.defines[name] for name in usual} == usual
+    tile, keys, values = usual["TILE_ROWS"], usual["KEY_BUFFERS"], usual["VALUE_BUFFERS"]
+    pieces, row_bytes, product_rows = width // columns, width * 2, heads * rows
+    barriers = (pieces * keys + values) + 2 * (keys + values) + 2 * pieces + 2
+    bytes_of_tiles = (keys + values) * tile * row_bytes
+    assert shared_bytes(source) == 2 * product_rows * row_bytes + bytes_of_tiles + product_rows * 8 + 8 * barriers
 
 
 @pytest.mark.parametrize(

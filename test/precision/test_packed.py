@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashrt_ros.contract import SiteFormat
 from flashrt_ros.ops import OpTable, ShapeError, reference_ops
+from flashrt_ros.ops.padding import padded_shape
 from flashrt_ros.precision import e4m3, nvfp4
 from flashrt_ros.precision.capability import require_capability
 from flashrt_ros.precision.errors import PrecisionError, TierError
@@ -79,6 +80,40 @@ def test_the_bytes_are_those_that_were_counted(form: str, activation: str, input
     stored = packed(drawn(24, inputs), form, activation, drawn(2, inputs))
     table = SiteFormat("a", form, activation)
     assert stored.stored_bytes == stored_bytes(table, 24, inputs)
+
+
+@pytest.mark.parametrize(("form", "activation"), PAIRS)
+@pytest.mark.parametrize("sizes", [(130, 256), (128, 72), (24, 1000)])
+@pytest.mark.parametrize("multiplied", [False, True])
+def test_with_zeros_it_is_the_matrix_and_zeros_behind_it(
+    form: str, activation: str, sizes: tuple[int, int], multiplied: bool
+) -> None:
+    (outputs, inputs), x = sizes, drawn(2, sizes[1], seed=1)
+    multiplier = torch.exp2(torch.arange(inputs) % 3 - 1.0) if multiplied else None
+    plain = packed(drawn(*sizes), form, activation, x, multiplier)
+    roomy = PackedWeight(
+        drawn(*sizes), SiteFormat("part.qkv.0", form, activation), plain.input_scale, multiplier, padded=True
+    )
+    assert torch.equal(roomy.decode(), plain.decode())
+    assert torch.equal(roomy.decode(torch.tensor([2, 0])), plain.decode(torch.tensor([2, 0])))
+    assert roomy.stored_bytes == plain.stored_bytes
+    wider = [weight.with_zeros() for weight in (roomy, plain)]
+    assert wider[0].codes.data_ptr() == roomy.codes.data_ptr()  # no copy
+    for weight in wider:
+        assert (tuple(weight.shape), weight.dtype) == (padded_shape(sizes), plain.dtype)
+        assert weight.codes.is_contiguous()
+        assert repr(weight).startswith("PackedWeight(part.qkv.0, ")
+        decoded = weight.decode()
+        assert torch.equal(decoded[:outputs, :inputs], plain.decode())
+        assert int((decoded != 0).sum()) == int((plain.decode() != 0).sum())
+        seen = torch.nn.functional.pad(x, (0, weight.shape[1] - inputs))
+        assert torch.equal(weight.quantised_input(seen)[:, :inputs], plain.quantised_input(x))
+    assert roomy.codes.shape == plain.codes.shape  # it is left as it was
+
+
+def test_with_zeros_a_matrix_that_fits_is_itself() -> None:
+    weight = packed(drawn(128, 256), "e4m3", "16-bit", drawn(2, 256))
+    assert weight.with_zeros() is weight
 
 
 def test_it_has_the_shape_of_the_matrix_and_no_storage_to_misread() -> None:

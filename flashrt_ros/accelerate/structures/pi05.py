@@ -20,6 +20,7 @@ from ...policies.pi05.config import Pi05Config
 from ...policies.pi05.cuda_plan import choose_stages
 from ...policies.pi05.layout import EMBEDDING, EXPERT, LANGUAGE, VISION, canonical_names
 from ...policies.pi05.plan import build_contract, image_buffer
+from ...policies.pi05.policy import pads
 from ...policies.pi05.source import MemorySource
 from ...policies.pi05.stages import Pi05Stages
 from ...policies.pi05.weights import load_weights
@@ -162,7 +163,7 @@ class Pi05Call:
     def __init__(self, module: nn.Module, config: Pi05Config, source: MemorySource, device: torch.device) -> None:
         self._module, self._config, self._device = module, config, device
         self._signature = inspect.signature(getattr(type(module), _METHOD))
-        weights = load_weights(source, config, device)
+        weights = load_weights(source, config, device, padded=pads(config, device))
         contract = build_contract(config, Identity(policy="pi05", weights="of the live module"))
         stages, reports = choose_stages(config, weights, reference_ops(), contract, device, overlap=config.overlap)
         self.notes = {f"{_METHOD}: {report.op}": report.reason for report in reports if report.reason}

@@ -15,8 +15,8 @@ from ..rounds import Candidate
 from .observations import Pixels
 from .subject import Subject
 
-FEW = 10
-"""Calls of a turn for what only a median is reported of."""
+FEW, SOME = 10, 30
+"""Calls of a turn for what only a median is reported of; SOME where it is compared with a figure close to it."""
 _OVERLAP = "overlap"  # the policy's setting that switches launch overlap
 _MAPPED = "mapped_windows"
 _OTHER_WINDOWS = {WindowPath.PINNED: WindowPath.MAPPED, WindowPath.MAPPED: WindowPath.PINNED}
@@ -55,7 +55,7 @@ def _overlap_pair(ours: Subject, pictures: list[Pixels], stack: ExitStack) -> Me
     other = Subject({**ours.settings, _OVERLAP: not own}, str(ours.device), pictures, policy=twin)
     _require_equal(_OVERLAP, ours, other, stack)
     names = ("other_overlap", "replay") if own else ("replay", "other_overlap")
-    return Mechanisms([Candidate("other_overlap", other.replay)], {_OVERLAP: names}, {})
+    return Mechanisms([Candidate("other_overlap", other.replay, calls=SOME)], {_OVERLAP: names}, {})
 
 
 def _windows_pair(ours: Subject, pictures: list[Pixels], stack: ExitStack) -> Mechanisms:
@@ -66,7 +66,7 @@ def _windows_pair(ours: Subject, pictures: list[Pixels], stack: ExitStack) -> Me
     other = Subject(ours.settings, str(ours.device), pictures, policy=ours.policy, windows=path)
     _require_equal(_MAPPED, ours, other, stack)
     names = ("call", "other_windows") if path is WindowPath.MAPPED else ("other_windows", "call")
-    return Mechanisms([Candidate("other_windows", other.decide, on_host=True)], {_MAPPED: names}, {})
+    return Mechanisms([Candidate("other_windows", other.decide, on_host=True, calls=SOME)], {_MAPPED: names}, {})
 
 
 def _require_equal(mechanism: str, ours: Subject, other: Subject, stack: ExitStack) -> None:

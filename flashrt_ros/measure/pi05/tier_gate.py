@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...engine import exact_float32
 from ...policies.pi05 import Pi05Policy
 from ...policies.pi05.config import Pi05Config
 from ...policies.pi05.settings import resolve
@@ -26,7 +27,6 @@ from .observations import Observation
 from .official import Official
 from .ours import Ours
 from .result import kernel_reports, weight_figures
-from .verify import exact_float32
 from .watched import wide_settings
 
 Say = Callable[[str], None]

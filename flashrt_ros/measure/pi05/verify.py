@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...engine import exact_float32
 from ...policies.pi05.config import Pi05Config
 from ..circumstances import machine, now, versions
 from ..parity import COSINE_GLOBAL, COSINE_WORST, Distances, LayerErrors, distances, failures
@@ -123,17 +123,6 @@ def _decide(
         gathered.noise.append(observation.noise)
         gathered.layers[OURS].add(ours.key_value(), reference_rows)
         gathered.layers[OFFICIAL].add(official_rows, reference_rows)
-
-
-@contextmanager
-def exact_float32() -> Iterator[None]:
-    """Within the block, float32 products and convolutions are not rounded to TF32."""
-    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def _report(plan: Plan, counts: Sequence[int], gathered: Gathered) -> dict[str, Any]:

@@ -20,7 +20,10 @@ from .errors import KernelError
 
 CACHE_VERSION = 1  # raise it when the layout of a key or of a cached file changes
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
-_FLAGS = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+_FLAGS = (
+    "--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
+    "--device-as-default-execution-space",  # generic lambdas: newer compilers need no telling, 13.0 does
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def compiler_version() -> str:
 
 def cache_key(source: KernelSource, architecture: str) -> str:
     """Hex digest over everything that decides the machine code."""
-    parts = (str(CACHE_VERSION), full_text(source), *_options(source, architecture), compiler_version())
+    parts = (str(CACHE_VERSION), full_text(source), *options_of(source, architecture), compiler_version())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -125,7 +128,7 @@ def compile_source(source: KernelSource, architecture: str) -> bytes:
     if int(result) != 0:
         raise KernelError(f"NVRTC refuses {source}: {result.name}")
     try:
-        options = [option.encode() for option in _options(source, architecture)]
+        options = [option.encode() for option in options_of(source, architecture)]
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(result) != 0:
             raise KernelError(f"{source} does not compile for {architecture}: {result.name}\n{_log(program)}")
@@ -138,7 +141,8 @@ def compile_source(source: KernelSource, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _options(source: KernelSource, architecture: str) -> tuple[str, ...]:
+def options_of(source: KernelSource, architecture: str) -> tuple[str, ...]:
+    """What the compiler is told."""
     defines = tuple(f"-D{key}={value}" for key, value in source.defines.items())
     return (f"--gpu-architecture={architecture}", *_FLAGS, *defines)
 

@@ -200,6 +200,7 @@ class ExpertKernel:
         self.kernel = self._resident_kernel()
         self.phases = steps * (PHASES_PER_LAYER * weights.layers + 1)
         self._shifts = ShiftTables.allocate(weights, steps)
+        self._is_prepared = False
 
     def _resident_kernel(self) -> Kernel:
         """The kernel for as many clusters as run at once: not every part of a device has room for the last ones."""
@@ -223,9 +224,10 @@ class ExpertKernel:
         return kernel(KernelSource("expert", defines), "expert", self.device, sizes["SHARED_BYTES"])
 
     def prepare(self, modulation: Tensor) -> None:
-        """Fill the tables that depend on `modulation`, before a call with it."""
+        """Fill the tables that depend on `modulation`, on the current stream, before a call with it."""
         check("expert", modulation=(modulation, (self.steps, 2 * self.weights.layers + 1, 3, WIDTH)))
         self._shifts.fill(self.weights, modulation)
+        self._is_prepared = True
 
     def __call__(
         self,
@@ -247,6 +249,10 @@ class ExpertKernel:
             valid: int32[1], rows of the prefix that take part; at most capacity.
             noise: float32[rows, 32]; actions: float32[rows, 32], written, not `noise`.
             scratch: as `ExpertScratch.allocate` made it and earlier calls left it.
+
+        Raises:
+            ShapeError: a tensor has another shape.
+            KernelError: `prepare` was never called, or the prefix is not what the kernel was built for.
         """
         layers = self.weights.layers
         check(
@@ -264,6 +270,8 @@ class ExpertKernel:
                 f"expert: {prefix_key.shape[1]} prefix rows, the kernel was built for {self.capacity}; key and value "
                 f"need equal strides, got {prefix_key.stride()} and {prefix_value.stride()}"
             )
+        if not self._is_prepared:
+            raise KernelError("expert: the tables of the modulations are missing; call prepare() first")
         tensors = (modulation, rope, prefix_key, prefix_value, valid, noise, actions)
         for phase in range(1 if self.persistent else self.phases):
             self._launch(tensors, scratch, phase)

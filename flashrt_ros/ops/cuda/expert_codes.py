@@ -146,11 +146,6 @@ class Codes:
                 "quantise the weights again"
             )
 
-    def ordered(self, outputs: Tensor) -> Codes:
-        """The same with outputs in the order int[outputs]."""
-        scales = None if self.scales is None else self.scales[:, outputs]
-        return Codes(self.values[:, outputs], self.factor[:, outputs], scales)
-
 
 def tiles_of_e4m3(codes: Tensor) -> Tensor:
     """uint8[outputs, inputs] → uint8[ranks, chunks, outputs / 8, 512]: [pair of steps 2][lane 32][step 2] words."""

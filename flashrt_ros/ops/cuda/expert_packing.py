@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,13 @@ from .expert_codes import (
 
 WIDTH, HEADS, HEAD_DIM, HIDDEN, ACTIONS = 1024, 8, 256, 4096, 32  # what kernels/expert.cu is written for
 INNER = HEADS * HEAD_DIM
+PRODUCTS = {
+    "qkv": (INNER + 2 * HEAD_DIM, WIDTH),
+    "output": (WIDTH, INNER),
+    "gate_up": (2 * HIDDEN, WIDTH),
+    "down": (WIDTH, HIDDEN),
+}
+"""Outputs and inputs of each product of a layer, in their order."""
 TILE_BYTES = {16: 1024, 8: 512, 4: 288}
 """Bytes of a tile's part of a chunk of 64 inputs, for each number of bits of a weight."""
 
@@ -132,40 +140,47 @@ def pack(
     enter: tuple[Tensor, Tensor],
     leave: tuple[Tensor, Tensor],
 ) -> ExpertWeights:
-    """Pack plain weights: a stack of layers for each product, each [layers, outputs, inputs], bf16 or codes.
-
-    Args:
-        qkv: [layers, 2560, 1024], query, key, value.
-        output: [layers, 1024, 2048].
-        gate_up: [layers, 8192, 1024], all of gate, then all of up.
-        down: [layers, 1024, 4096].
-        enter: weight [1024, 32] and bias [1024] from actions to the expert.
-        leave: weight [32, 1024] and bias [32] back, both multiplied by the step size already.
+    """Pack plain weights: a stack of layers for each product (see `pack_product`), and both ends (see `joined`).
 
     Raises:
         ShapeError: one has another shape.
         KernelError: one has another type, or codes that are no numbers.
     """
-    check(
-        "expert weights",
-        qkv=(_shaped(qkv), ("layers", INNER + 2 * HEAD_DIM, WIDTH)),
-        output=(_shaped(output), ("layers", WIDTH, INNER)),
-        gate_up=(_shaped(gate_up), ("layers", 2 * HIDDEN, WIDTH)),
-        down=(_shaped(down), ("layers", WIDTH, HIDDEN)),
-        enter=(enter[0], (WIDTH, ACTIONS)),
-        leave=(leave[0], (ACTIONS, WIDTH)),
-    )
-    for name, matrix in (("qkv", qkv), ("output", output), ("gate_up", gate_up), ("down", down)):
-        if isinstance(matrix, Codes):
-            matrix.check(name)
-        else:
-            check_type(name, matrix, torch.bfloat16)
-    rotated = rotary_pairs(HEADS + 1)
+    stacks = {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
+    shapes = {name: (_shaped(stack), ("layers", *PRODUCTS[name])) for name, stack in stacks.items()}
+    check("expert weights", **shapes)
+    return joined({name: pack_product(name, stack) for name, stack in stacks.items()}, enter, leave)
+
+
+def pack_product(name: str, stack: Tensor | Codes) -> Stream:
+    """Pack all layers of one product: [layers, outputs, inputs], bf16 or codes. Raises as `pack` does.
+
+    Args:
+        name: of PRODUCTS.
+        stack: outputs in the order query, key, value, or all of gate, then all of up.
+    """
+    check("expert weights", **{name: (_shaped(stack), ("layers", *PRODUCTS[name]))})
+    if isinstance(stack, Codes):
+        stack.check(name)
+        return _narrow_stream(stack, _order(name, stack.values.device))
+    check_type(name, stack, torch.bfloat16)
+    order = _order(name, stack.device)
+    return Stream(_layer_by_layer(len(stack), lambda layer: pack_tiles(_ordered(stack[layer], order)[None])[0]))
+
+
+def joined(streams: Mapping[str, Stream], enter: tuple[Tensor, Tensor], leave: tuple[Tensor, Tensor]) -> ExpertWeights:
+    """All weights of the expert: each of PRODUCTS, and both ends. Raises ShapeError if an end has another shape.
+
+    Args:
+        enter: weight [1024, 32] and bias [1024] from actions to the expert.
+        leave: weight [32, 1024] and bias [32] back, both multiplied by the step size already.
+    """
+    check("expert weights", enter=(enter[0], (WIDTH, ACTIONS)), leave=(leave[0], (ACTIONS, WIDTH)))
     return ExpertWeights(
-        project=_stream(qkv, torch.cat((rotated, torch.arange(HEAD_DIM) + len(rotated)))),
-        output=_stream(output),
-        gate_up=_stream(gate_up, tile_order(HIDDEN)),
-        down=_stream(down),
+        project=streams["qkv"],
+        output=streams["output"],
+        gate_up=streams["gate_up"],
+        down=streams["down"],
         enter_weight=enter[0].float().t().contiguous(),
         enter_bias=enter[1].float().contiguous(),
         leave_weight=leave[0].float().t().contiguous(),
@@ -178,15 +193,41 @@ def _shaped(matrix: Tensor | Codes) -> Tensor:
     return torch.empty(matrix.shape, device="meta") if isinstance(matrix, Codes) else matrix
 
 
-def _stream(matrix: Tensor | Codes, order: Tensor | None = None) -> Stream:
+def _order(name: str, device: torch.device) -> Tensor | None:
+    """In which the outputs of a product are packed; None for the order that they have."""
+    if name == "qkv":
+        rotated = rotary_pairs(HEADS + 1)
+        return torch.cat((rotated, torch.arange(HEAD_DIM) + len(rotated))).to(device)
+    return tile_order(HIDDEN).to(device) if name == "gate_up" else None
+
+
+def _ordered(outputs: Tensor, order: Tensor | None) -> Tensor:
+    return outputs if order is None else outputs[order]
+
+
+def _narrow_stream(codes: Codes, order: Tensor | None) -> Stream:
     """Packed, with outputs in `order`; what does not fit has been refused."""
-    if isinstance(matrix, Tensor):
-        return Stream(pack_tiles(matrix if order is None else matrix[:, order.to(matrix.device)]))
-    codes = matrix if order is None else matrix.ordered(order.to(matrix.values.device))
-    if codes.scales is None:
-        return Stream(torch.stack([tiles_of_e4m3(values) for values in codes.values]), codes.factor * LACKING[8])
-    tiles = [tiles_of_nvfp4(*layer) for layer in zip(codes.values, codes.scales, strict=True)]
-    return Stream(torch.stack(tiles), codes.factor * LACKING[4])
+
+    def tiles(layer: int) -> Tensor:
+        values = _ordered(codes.values[layer], order)
+        return (
+            tiles_of_e4m3(values)
+            if codes.scales is None
+            else tiles_of_nvfp4(values, _ordered(codes.scales[layer], order))
+        )
+
+    factor = codes.factor if order is None else codes.factor[:, order]
+    return Stream(_layer_by_layer(len(codes.values), tiles), factor * LACKING[8 if codes.scales is None else 4])
+
+
+def _layer_by_layer(layers: int, make: Callable[[int], Tensor]) -> Tensor:
+    """What `make` gives for each layer, in one tensor: no more than one of them is there beside it."""
+    first = make(0)
+    whole = first.new_empty(layers, *first.shape)
+    whole[0] = first
+    for layer in range(1, layers):
+        whole[layer] = make(layer)
+    return whole
 
 
 def packed_bytes(bits: int, layers: int, outputs: int, inputs: int) -> int:

@@ -23,7 +23,7 @@ from .tensor_map import grouped_map, launch_with_maps, tensor_map
 
 ARCHITECTURE = "sm_90a"
 CODES = torch.float8_e4m3fn
-_COLUMNS, _OUT_COLUMNS = 128, 32  # weight rows of a tile; outputs that one copy stores
+_COLUMNS, _CONSUMERS = 128, 2  # weight rows of a tile, which so many warpgroups share
 _STEP_BYTES = 128  # of a row of x or of the weights, in one stage
 _ROW_BYTES = 16  # rows of every matrix start at multiples of these
 _GROUP = 8  # rows of an instruction's tile
@@ -148,7 +148,7 @@ def parts_rows(rows: int, outputs: int, parts: int, device: torch.device, varian
 def _launch(
     op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]
 ) -> None:
-    fp8, to_codes, parts = x.dtype == CODES, behind.out_scale is not None, out.shape[0] if out.ndim == 3 else 1
+    to_codes, parts = behind.out_scale is not None, out.shape[0] if out.ndim == 3 else 1
     _check_types(op, x, weight, out, behind)
     reason = unsuited(x.device)
     if reason:
@@ -163,38 +163,41 @@ def _launch(
     if not 0 < parts <= steps:
         raise ShapeError(f"{op}: {inputs} inputs are {steps} steps, which make no {parts} parts")
     tile = _tile(rows, column_tiles * parts, x.device, variant)
-    units = -(-rows // tile) * column_tiles * parts
-    processors = _processors(x.device)
-    source = product_source({
-        "STAGGER": int(units > processors and not fp8), "STAGES": stages(tile), **variant, "TILE_ROWS": tile,
-        "FP8": int(fp8), "OVERLAP": int(overlap), "ROW_SCALE": int(behind.scale is not None), "GELU": int(behind.gelu),
-        "OUT8": int(to_codes),
-    })  # fmt: skip
-    cluster = source.defines["CLUSTER"]
-    if column_tiles % cluster:
-        raise ShapeError(f"{op}: {column_tiles} tiles of {_COLUMNS} outputs make no clusters of {cluster}")
-    nbytes = shared_bytes(tile, source.defines["STAGES"])
+    source = _source(tile, x, behind, overlap, variant)
+    layout = OutLayout.of(tile, source.defines)
+    nbytes = shared_bytes(tile, source.defines["STAGES"], layout)
     target = out.flatten(0, 1) if out.ndim == 3 else out
     part_rows = 0 if out.ndim == 2 else out.shape[1]
     if parts > 1 and part_rows < -(-rows // tile) * tile:
         raise ShapeError(f"{op}: each part needs {-(-rows // tile) * tile} rows of 'out', got {part_rows}")
+    units = -(-rows // tile) * column_tiles * parts
     launch_with_maps(
         int(kernel(source, "gemm", x.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(x.device).cuda_stream,
-        min(processors // cluster * cluster, units),
+        min(_processors(x.device), units),
         _THREADS,
         nbytes,
         (
             grouped_map(weight, _COLUMNS // _GROUP // (1 + geglu), step, pairs=geglu),
-            tensor_map(x, (tile // cluster, step), _STEP_BYTES),
+            tensor_map(x, (tile, step), _STEP_BYTES),
             # Codes are stored without the engine: this map is then no more than valid.
-            tensor_map(x if to_codes else target, (tile, _OUT_COLUMNS), 0 if to_codes else 2 * _OUT_COLUMNS),
+            tensor_map(x, (tile, _ROW_BYTES), 0) if to_codes else tensor_map(target, layout.box, layout.line_bytes),
             *(_pointer(t) for t in (behind.scale, behind.factor, behind.bias, behind.out_scale)),
             _pointer(out if to_codes else None),
             *(ctypes.c_int(value) for value in (rows, outputs, column_tiles, steps, parts, part_rows)),
         ),
         overlap=overlap,
     )
+
+
+def _source(tile: int, x: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]) -> KernelSource:
+    """The kernel for tiles of so many rows: the best known choices where `variant` makes none."""
+    chosen = {
+        **variant, "TILE_ROWS": tile, "FP8": int(x.dtype == CODES), "OVERLAP": int(overlap),
+        "ROW_SCALE": int(behind.scale is not None), "GELU": int(behind.gelu),
+        "OUT8": int(behind.out_scale is not None),
+    }  # fmt: skip
+    return product_source({"STAGES": stages(tile, OutLayout.of(tile, chosen)), **chosen})
 
 
 def _check_types(op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind) -> None:
@@ -233,19 +236,45 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 def product_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place; TILE_ROWS has to be among them."""
-    usual = {"STAGES": 4, "CLUSTER": 1, "STAGGER": 1, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "FP8": 0}
-    return KernelSource("gemm", {**usual, "OVERLAP": 0, **defines})
+    usual = {"STAGES": 4, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "FP8": 0, "OVERLAP": 0}
+    return KernelSource("gemm", {**usual, **defines})
 
 
-def stages(tile: int) -> int:
+@dataclass(frozen=True)
+class OutLayout:
+    """How a consumer stages its output, see kernels/gemm_epilogue.cuh.
+
+    Attributes:
+        box: rows and columns that one copy stores.
+        line_bytes: of one staged row.
+        nbytes: shared memory for it.
+    """
+
+    box: tuple[int, int]
+    line_bytes: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tile: int, defines: Mapping[str, int]) -> OutLayout:
+        """The layout for tiles of so many rows, by the kernel's compile-time choices."""
+        matrices, codes = tile // _GROUP, defines.get("OUT8", 0)
+        chunks = 1 if codes or matrices == 1 else 2
+        columns = _COLUMNS // _CONSUMERS // (1 + defines.get("GEGLU", 0))
+        largest = -(-matrices // chunks)
+        lines = _GROUP * (-(-matrices // 2) if codes else largest)
+        box_rows = _GROUP * (largest if matrices % chunks == 0 else 1)
+        return cls((box_rows, columns), 2 * columns, lines * 2 * columns)
+
+
+def stages(tile: int, layout: OutLayout) -> int:
     """Stages of the ring: as many as there is memory for, up to where more gain nothing."""
-    return max(n for n in range(2, _MOST_STAGES + 1) if shared_bytes(tile, n) <= _SHARED_BYTES)
+    return max(n for n in range(2, _MOST_STAGES + 1) if shared_bytes(tile, n, layout) <= _SHARED_BYTES)
 
 
-def shared_bytes(tile: int, stages: int) -> int:
+def shared_bytes(tile: int, stages: int, layout: OutLayout) -> int:
     """Shared memory of a block: the ring, then output and scales of both consumers, then the barriers."""
     ring = stages * (_COLUMNS + tile) * _STEP_BYTES
-    return ring + 2 * tile * (2 * _OUT_COLUMNS + 4) + 2 * stages * 8
+    return ring + _CONSUMERS * (layout.nbytes + 4 * tile) + 2 * stages * 8
 
 
 def _typed(op: str, dtype: torch.dtype, **tensors: Tensor) -> None:

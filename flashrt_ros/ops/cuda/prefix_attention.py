@@ -1,7 +1,8 @@
 """Attention of the prefix on Hopper's own matrix instructions: eight query heads that share one key head.
 
 Libraries treat the heads apart, so that keys and values are read once for each. Here eight rows of all heads are one
-product, and what attention gives can be E4M3 codes for the product behind it.
+product, two blocks that share 16 rows read half of the keys each, and what attention gives can be E4M3 codes for the
+product behind it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
 from .rows import CODES, Quantiser, demand_heads, lone_scale
-from .tensor_map import launch_with_maps, tensor_map
+from .tensor_map import heads_map, launch_with_maps, tensor_map
 
 ARCHITECTURE = "sm_90a"
 _OP = "prefix_attention"
 _HEADS, _HEAD_DIM = 8, 256
 _WIDTH = _HEADS * _HEAD_DIM
-_BLOCK_ROWS = 8  # of the prefix, that one block owns
-_TILE_KEYS, _PIECE_KEYS = 128, 32  # rows of keys, and of values, that one slot of the ring holds
+_CONSUMER_ROWS, _CONSUMERS = 8, 2  # rows of the prefix that one has; consumers of a block
+_BLOCKS = 2  # of a cluster, which share their rows
 _COLUMNS, _SWIZZLE = 64, 128  # of a box, and its bytes
-_SLOTS, _SLOT_BYTES = 12, 16384
+_USUAL = {"TILE_ROWS": 80, "KEY_BUFFERS": 2, "VALUE_BUFFERS": 2}  # keys of a tile; tiles that are under way
 _THREADS = 384
 
 
@@ -63,17 +64,18 @@ def prefix_attention(
     if reason:
         raise KernelError(f"{_OP}: {reason}")
     source = prefix_attention_source({**(variant or {}), "OVERLAP": int(overlap), "OUT8": int(scale is not None)})
-    rows, cluster, nbytes = query.shape[0], source.defines["CLUSTER"], shared_bytes()
+    rows, nbytes = query.shape[0], shared_bytes(source)
+    tile = source.defines["TILE_ROWS"]
     launch_with_maps(
         int(kernel(source, _OP, query.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(query.device).cuda_stream,
-        blocks(rows, cluster),
+        blocks(rows),
         _THREADS,
         nbytes,
         (
-            tensor_map(query.flatten(1), (_BLOCK_ROWS, _COLUMNS), _SWIZZLE),
-            tensor_map(key.flatten(1), (_TILE_KEYS // cluster, _COLUMNS), _SWIZZLE),
-            tensor_map(value.flatten(1), (_PIECE_KEYS, _COLUMNS), _SWIZZLE),
+            heads_map(query, (_CONSUMER_ROWS, _COLUMNS), _SWIZZLE),
+            tensor_map(key.flatten(1), (tile, _COLUMNS), _SWIZZLE),
+            tensor_map(value.flatten(1), (tile, _COLUMNS), _SWIZZLE),
             *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (valid, out, scale)),
             ctypes.c_int(rows),
         ),
@@ -83,18 +85,22 @@ def prefix_attention(
 
 def prefix_attention_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place."""
-    return KernelSource(_OP, {"CLUSTER": 1, "OUT8": 0, "OVERLAP": 0, **defines})
+    return KernelSource(_OP, {**_USUAL, "OUT8": 0, "OVERLAP": 0, **defines})
 
 
-def blocks(rows: int, cluster: int) -> int:
-    """Blocks of the grid: one for every eight rows, rounded up to whole clusters."""
-    return -(-rows // (_BLOCK_ROWS * cluster)) * cluster
+def blocks(rows: int) -> int:
+    """Blocks of the grid: two for every 16 rows."""
+    return -(-rows // (_CONSUMER_ROWS * _CONSUMERS)) * _BLOCKS
 
 
-def shared_bytes() -> int:
-    """Shared memory of a block: queries, the ring, maximum and sum of each row twice, the barriers."""
-    product_rows = _BLOCK_ROWS * _HEADS
-    return product_rows * _HEAD_DIM * 2 + _SLOTS * _SLOT_BYTES + 2 * product_rows * 8 + (2 * _SLOTS + 1) * 8
+def shared_bytes(source: KernelSource) -> int:
+    """Shared memory of a block: queries, buffers of keys and values, maximum and sum of given rows, the barriers."""
+    tile, keys, values = (source.defines[name] for name in _USUAL)
+    product_rows, pieces = _CONSUMER_ROWS * _HEADS, _HEAD_DIM // _COLUMNS
+    full = keys * pieces + values + _CONSUMERS * pieces  # a barrier for each piece of keys and of queries
+    empty = _CONSUMERS * (keys + values)
+    barriers = full + empty + 2  # ready to be given to, and given
+    return (_CONSUMERS * product_rows + (keys + values) * tile) * _HEAD_DIM * 2 + product_rows * 8 + barriers * 8
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, out: Tensor, scale: Tensor | None) -> None:

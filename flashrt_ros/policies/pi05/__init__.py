@@ -17,7 +17,7 @@ from .config import Pi05Config
 from .lerobot import read_normalisers
 from .memory import needed_bytes
 from .openpi import is_openpi, read_openpi_normalisers
-from .policy import Loaded, Pi05Policy, assemble, wide_identity
+from .policy import Loaded, Pi05Policy, assemble, pads, wide_identity
 from .presets import SEEDED_PRESETS
 from .processor import Pi05Processor
 from .seeded import seeded_normalisers, seeded_source
@@ -104,10 +104,11 @@ def _load(source: TensorSource, config: Pi05Config, device: torch.device, lap: L
 
 
 def _packed(source: TensorSource, config: Pi05Config, device: torch.device) -> Pi05Weights:
+    padded = pads(config, device)
     if source.nbytes < _WORTH_A_BAR:
-        return load_weights(source, config, device)
+        return load_weights(source, config, device, padded=padded)
     with progress("loading weights", source.nbytes) as advance:
-        return load_weights(source, config, device, advance)
+        return load_weights(source, config, device, advance, padded=padded)
 
 
 def _source(resolved: Resolved) -> TensorSource:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from ...contract import WIDE, SiteFormat
 from ...ops.cuda.expert_codes import Codes
+from ...ops.cuda.expert_packing import PRODUCTS, joined, pack_product, packed_bytes
 from ...ops.cuda.expert_packing import ExpertWeights as PackedExpert
-from ...ops.cuda.expert_packing import pack, packed_bytes
 from ...ops.report import KernelReport
 from ...precision.packed import PackedWeight
 from .cuda_products import DECODED_ONCE, IN_REGISTERS
 from .weights import ExpertWeights
 
-PRODUCTS = ("qkv", "output", "gate_up", "down")
 _BITS = {WIDE: 16, "e4m3": 8, "e4m3_tensor": 8, "nvfp4": 4}
 
 
@@ -28,10 +27,10 @@ def common_bits(formats: Iterable[str]) -> int:
 
 
 def pack_expert(weights: ExpertWeights) -> PackedExpert:
-    """The expert for its kernel."""
-    qkv, output, gate_up, down = (_stacked(_of_layers(weights, name)) for name in PRODUCTS)
-    ends = (weights.enter.weight, weights.enter.bias), (weights.leave.weight, weights.leave.bias)
-    return pack(qkv, output, gate_up, down, *ends)
+    """The expert for its kernel. A stack of layers is as large as what is packed of it: no two are there at a time."""
+    streams = {name: pack_product(name, _stacked(_of_layers(weights, name))) for name in PRODUCTS}
+    enter, leave = weights.enter, weights.leave
+    return joined(streams, (enter.weight, enter.bias), (leave.weight, leave.bias))
 
 
 def expert_reports(weights: ExpertWeights) -> Iterator[KernelReport]:

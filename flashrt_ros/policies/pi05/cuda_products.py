@@ -2,7 +2,7 @@
 
 | weight × activation | multiplied |
 |---|---|
-| 16-bit | cuBLASLt |
+| 16-bit | cuBLASLt; on Hopper the sites of `OWN_WIDE` with `kernels/gemm.cu` |
 | `e4m3`, `e4m3_tensor` × `e4m3` | `kernels/gemm.cu`, with all that follows inside; elsewhere cuBLASLt |
 | `nvfp4` × `e4m3`; any narrow weight × 16-bit | decoded to bfloat16 a slice at a time, for `kernels/gemm.cu` |
 | `nvfp4` × `nvfp4` | refused: no kernel |
@@ -30,7 +30,11 @@ from ...precision.packed import PackedWeight
 # and K is long, but each is written and read once more. Measured on an H200 at 512 and 712 rows, norm included
 # (docs/performance.md); the height of a tile follows from them (`gemm.tile_rows`).
 PARTS_OF_K = {"vision.down": 3, "prefix.down": 4}
+# 16-bit sites that the own kernel multiplies, as measured in whole stages on an H200 (docs/performance.md): it begins
+# beside the kernel in front, which cuBLASLt's do not.
+OWN_WIDE = frozenset({"vision.output", "vision.qkv"})
 CUBLASLT, CUBLASLT_FP8, OWN_FP8, DECODED = "cublaslt", "cublaslt_fp8", "fp8", "decoded"  # what a report says
+OWN_BF16 = "bf16"
 IN_REGISTERS, DECODED_ONCE = "decoded in registers", "decoded once"  # of the expert, by its kernel or in front of it
 _MADE_BY_NORMS = ("qkv", "up", "gate_up")
 _SLICE = 128  # outputs, of which a slice of decoded weights holds multiples
@@ -53,7 +57,7 @@ def product_of(site: str, weight: Tensor, bias: Tensor | None, *, overlap: bool)
         KernelError: this GPU has no kernel for the site's formats; the message names the site.
     """
     if not isinstance(weight, PackedWeight):
-        return WideProduct(weight, bias, overlap)
+        return WideProduct(weight, bias, overlap, kind_of(site))
     kind, formats = kind_of(site), f"{weight.format} x {weight.activation}"
     unsuited = gemm.unsuited(weight.device)
     if weight.activation == "nvfp4":
@@ -68,6 +72,35 @@ def product_of(site: str, weight: Tensor, bias: Tensor | None, *, overlap: bool)
     if unsuited:
         raise KernelError(f"site '{site}': {formats} is decoded for a kernel that this GPU lacks: {unsuited}")
     return DecodedProduct(weight, bias, overlap, f"no tensor cores take {formats}: weights are decoded each time")
+
+
+def is_own(kind: str, device: torch.device) -> bool:
+    """Whether the own kernel multiplies a 16-bit site; otherwise cuBLASLt does."""
+    return kind in OWN_WIDE and not gemm.unsuited(device)
+
+
+def wide_linear(
+    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor, overlap: bool, gelu: bool = False
+) -> None:
+    """out = x @ weight.T + bias of 16-bit operands, and gelu_tanh of it, with the float sums rounded once.
+
+    Args:
+        kind: part and product, such as "vision.down"; it decides who multiplies.
+        x: bf16[rows, inputs].
+        weight: bf16[outputs, inputs].
+        bias: bf16[outputs].
+        out: bf16[rows, outputs].
+        overlap: programmatic overlap of the launch, where the own kernel multiplies.
+        gelu: with a bias only.
+    """
+    if is_own(kind, x.device):
+        gemm.product(x, weight, out=out, behind=Behind(bias=bias, gelu=gelu), overlap=overlap)
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    elif gelu:
+        torch._addmm_activation(bias, x, weight.t(), use_gelu=True, out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 class Product:
@@ -109,23 +142,21 @@ class Product:
 
 
 class WideProduct(Product):
-    """16-bit operands through cuBLASLt."""
+    """16-bit operands, through cuBLASLt or the own kernel. `kind` as for `wide_linear`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, overlap: bool) -> None:
-        super().__init__(weight, bias, overlap, CUBLASLT)
+    def __init__(self, weight: Tensor, bias: Tensor | None, overlap: bool, kind: str) -> None:
+        super().__init__(weight, bias, overlap, OWN_BF16 if is_own(kind, weight.device) else CUBLASLT)
+        self._kind = kind
 
     def linear(self, x: Tensor, out: Tensor, spare: Tensor) -> None:
         """See `Product`."""
-        if self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
+        wide_linear(self._kind, x, self.weight, self.bias, out=out, overlap=self.overlap)
 
     def gelu(self, x: Tensor, hidden: Tensor, spare: Tensor, then: Quantiser | None) -> Tensor:
         """See `Product`."""
         if self.bias is None:
             return super().gelu(x, hidden, spare, then)
-        torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True, out=hidden)
+        wide_linear(self._kind, x, self.weight, self.bias, out=hidden, overlap=self.overlap, gelu=True)
         return quantised(hidden, then, self.overlap)
 
 

@@ -1,38 +1,44 @@
 """The fused π0.5 pipeline for a GPU, in bfloat16: the same stages as `Pi05Stages`, the same buffers, fewer kernels.
 
-Large products go to cuBLASLt, attention of vision and prefix to own kernels, or to PyTorch where those do not serve;
-what stands between them is fused. Residual additions ride on the norm behind them or on the product's accumulation, RMS
-norms on the step behind the product. On Hopper the prefix's product of gate and up is an own kernel with GeGLU inside.
-The expert is one launch.
+Large products go to cuBLASLt or an own kernel, as `cuda_products` chooses, attention of vision and prefix to own
+kernels, or to PyTorch where those do not serve; what stands between them is fused. Residual additions ride on the norm
+behind them or on the product's accumulation, RMS norms on the step behind the product. On Hopper the prefix's product
+of gate and up is an own kernel with GeGLU inside. The expert is one launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...contract import Variant
+from ...engine import exact_float32
 from ...ops import OpTable
 from ...ops.cuda import gemm
 from ...ops.cuda import rows as kernels
 from ...ops.cuda.errors import KernelError
 from ...ops.cuda.expert import ExpertKernel, ExpertScratch
+from ...ops.padding import padded_shape, padded_size, with_padding
+from ...precision.packed import PackedWeight
 from .config import Pi05Config
 from .cuda_attention import Attentions
 from .cuda_expert import pack_expert
+from .cuda_products import wide_linear
 from .plan import image_buffer
 from .stages import Pi05Stages
-from .weights import Dense, ExpertWeights, Pi05Weights
+from .weights import Dense, ExpertWeights, Pi05Weights, VisionLayer
 
 Arena = Mapping[str, Tensor]
-
-_ALIGNED = 8  # bfloat16 values of a row that cuBLASLt wants to be whole 16-byte groups
 
 
 class CudaStages(Pi05Stages):
     """Bodies for the same contract, fused. Everything that does not fit is refused when this is built.
+
+    The expert's weights, and the tables of what its norms' shifts give, are copies of this moment: weights must not
+    change afterwards.
 
     Args:
         persistent: the expert as one launch, otherwise phase by phase; equal bits.
@@ -61,7 +67,11 @@ class CudaStages(Pi05Stages):
         self._device = weights.vision.patch.device
         self._overlap = overlap
         self._patch = _padded(weights.vision.patch)
-        self._patches = torch.zeros(config.image_rows, self._patch.shape[1], dtype=torch.bfloat16, device=self._device)
+        self._vision_layers = tuple(map(_padded_layer, weights.vision.layers))
+        self._patches, self._hidden = (
+            torch.zeros(config.image_rows, padded_size(width), dtype=torch.bfloat16, device=self._device)
+            for width in (config.patch_values, config.vision_hidden)
+        )
         self.attentions = Attentions(config, self._device, overlap=overlap, fused=fused_attention)
         self._row_scale = torch.zeros(config.prefix_rows, device=self._device)
         self.gate_up_reason = gemm.unsuited(self._device) if fused_gate_up else ""
@@ -73,22 +83,29 @@ class CudaStages(Pi05Stages):
         """The kernel, or why this GPU or this chunk has none: that part alone runs as reference then."""
         config = self._config
         try:
-            return ExpertKernel(
+            kernel = ExpertKernel(
                 pack_expert(weights), config.chunk, config.steps, capacity=config.prefix_rows, persistent=persistent,
                 overlap=overlap,
             )  # fmt: skip
         except KernelError as error:
             return error
+        self._fill_tables(kernel)
+        return kernel
+
+    def _fill_tables(self, kernel: ExpertKernel) -> None:
+        """Once, in the float32 of captures: the checkpoint stage makes equal modulations whenever it runs."""
+        config = self._config
+        sizes = config.steps, config.modulations, 3, config.expert_width
+        modulation = torch.empty(sizes, device=self._device)
+        with torch.no_grad(), exact_float32():
+            self.modulate(modulation)
+            kernel.prepare(modulation)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # whoever captures may do so on another one
 
     def choose_gate_up(self, reason: str) -> None:
         """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own, for that reason; fused if it is empty."""
         self.fuses_gate_up, self.gate_up_reason = not reason, reason
-
-    def checkpoint(self, arena: Arena, variant: Variant) -> None:
-        """Also the tables that the expert's kernel makes of the modulations."""
-        super().checkpoint(arena, variant)
-        if isinstance(self._expert, ExpertKernel):
-            self._expert.prepare(arena["modulation"])
 
     # -- vision --------------------------------------------------------------------------------------------------------
 
@@ -114,16 +131,19 @@ class CudaStages(Pi05Stages):
 
     def _vision_layer(self, index: int, arena: Arena, branch: Tensor | None) -> Tensor:
         """Run one layer; return what is still to be added to the residual."""
-        layer = self._weights.vision.layers[index]
-        normed, qkv, hidden, added = (arena[f"vision_{name}"] for name in ("normed", "qkv", "hidden", "attention"))
+        layer, hidden = self._vision_layers[index], self._hidden
+        normed, qkv, added = (arena[f"vision_{name}"] for name in ("normed", "qkv", "attention"))
         self._layer_norm(arena, layer.norm1, branch)
-        torch.addmm(layer.qkv.bias, normed, layer.qkv.weight.t(), out=qkv)
+        self._linear("vision.qkv", normed, layer.qkv, qkv)
         mixed = self.attentions.image(qkv, normed)
-        torch.addmm(layer.output.bias, mixed, layer.output.weight.t(), out=added)
+        self._linear("vision.output", mixed, layer.output, added)
         self._layer_norm(arena, layer.norm2, added)
-        torch._addmm_activation(layer.up.bias, normed, layer.up.weight.t(), use_gelu=True, out=hidden)
-        torch.addmm(layer.down.bias, hidden, layer.down.weight.t(), out=added)
+        self._linear("vision.up", normed, layer.up, hidden, gelu=True)
+        self._linear("vision.down", hidden, layer.down, added)
         return added
+
+    def _linear(self, kind: str, x: Tensor, dense: Dense, out: Tensor, *, gelu: bool = False) -> None:
+        wide_linear(kind, x, dense.weight, dense.bias, out=out, overlap=self._overlap, gelu=gelu)
 
     def _layer_norm(self, arena: Arena, norm: Dense, branch: Tensor | None) -> None:
         kernels.layer_norm(
@@ -161,7 +181,7 @@ class CudaStages(Pi05Stages):
             arena[f"prefix_{name}"][:rows] for name in ("residual", "qkv", "hidden", "normed")
         )
         query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
-        torch.mm(residual, layer.qkv.t(), out=qkv)
+        wide_linear("prefix.qkv", residual, layer.qkv, None, out=qkv, overlap=self._overlap)
         self._write_qkv(arena, qkv, query, key, value)
         mixed = self.attentions.prefix(query, key, value, arena["prefix_rows"], spare)
         residual.addmm_(mixed, layer.output.t())
@@ -202,6 +222,12 @@ class CudaStages(Pi05Stages):
         )  # fmt: skip
 
 
-def _padded(patch: Tensor) -> Tensor:
-    """The patch weights with rows of whole 16-byte groups."""
-    return torch.nn.functional.pad(patch, (0, -patch.shape[1] % _ALIGNED)).contiguous()
+def _padded(tensor: Tensor) -> Tensor:
+    """The zeros behind it too."""
+    return tensor.with_zeros() if isinstance(tensor, PackedWeight) else with_padding(tensor, padded_shape(tensor.shape))
+
+
+def _padded_layer(layer: VisionLayer) -> VisionLayer:
+    """The hidden values in whole lines: `up` writes zeros behind them, gelu(0) being 0, and `down` reads those."""
+    up, down = (Dense(_padded(dense.weight), _padded(dense.bias)) for dense in (layer.up, layer.down))
+    return replace(layer, up=up, down=down)

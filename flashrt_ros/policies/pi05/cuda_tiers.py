@@ -90,14 +90,14 @@ class TierStages(CudaStages):
                 **{name: self._make(f"vision.{name}.{index}", d.weight, d.bias) for name, d in denses.items()}
             )
 
-        return PartProducts(tuple(of_layer(i, layer) for i, layer in enumerate(self._weights.vision.layers)))
+        return PartProducts(tuple(of_layer(i, layer) for i, layer in enumerate(self._vision_layers)))
 
     def _vision_layer(self, index: int, arena: Arena, branch: Tensor | None) -> Tensor:
         products = _there(self._vision).layers[index]
         if products is None:
             return super()._vision_layer(index, arena, branch)
-        layer, spare = self._weights.vision.layers[index], _spare(arena)
-        qkv, hidden = arena["vision_qkv"], arena["vision_hidden"]
+        layer, spare = self._vision_layers[index], _spare(arena)
+        qkv, hidden = arena["vision_qkv"], self._hidden
         products.qkv.linear(self._vision_input(arena, layer.norm1, branch, products.qkv), qkv, spare)
         mixed = self.attentions.image(qkv, arena["vision_normed"], products.output.quantiser)
         added = products.output.branch(mixed, spare)

@@ -15,7 +15,7 @@ from .sites import site_matrices
 from .tiers import formats_of, weight_bytes
 from .weights import load_weights
 
-_LIBRARIES = 1 << 30  # an allowance for CUDA's context, cuBLAS, cuDNN, and what graphs keep between kernels
+_LIBRARIES = 1 << 30  # for CUDA's context, cuBLAS, cuDNN, what graphs keep between kernels, and a few MB of padding
 _COPIES = 4  # in float32, of one matrix at a time, that packing and the references of a tier make
 
 

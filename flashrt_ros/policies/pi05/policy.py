@@ -138,7 +138,7 @@ def assemble(
     weights = loaded.take()
     if tier is not None:
         identity = replace(identity, precision=tier.identity)
-        weights, table = pack_weights(weights, tier), tier_ops(table)
+        weights, table = pack_weights(weights, tier, padded=pads(config, device)), tier_ops(table)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the 16-bit weights are no longer there
     contract = replace(build_contract(config, identity), formats=tier.formats if tier else ())
@@ -151,6 +151,11 @@ def assemble(
     return Pi05Policy(
         config, checkpoint, contract, stages.bodies(), processor, stages.parts(), weights, reports, fidelity
     )
+
+
+def pads(config: Pi05Config, device: torch.device) -> bool:
+    """Whether weights need room for the padding of fused stages."""
+    return config.fused and device.type == "cuda"
 
 
 def with_overlap(policy: Pi05Policy, overlap: bool, device: torch.device) -> Pi05Policy:

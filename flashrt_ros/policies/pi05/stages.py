@@ -46,13 +46,18 @@ class Pi05Stages:
 
     def checkpoint(self, arena: Arena, variant: Variant) -> None:
         """Time embeddings → every modulation of every step; positions → rotary table."""
-        time, table = self._weights.time, arena["modulation"]
+        self.modulate(arena["modulation"])
+        self._ops.rope_table(theta=self._config.rope_theta, out=arena["rope"])
+
+    def modulate(self, out: Tensor) -> None:
+        """out float32[steps, 2 * layers + 1, 3, expert width] = scale, shift and gate of every adaptive norm, which
+        weights and step times decide alone."""
+        time = self._weights.time
         condition = F.silu(F.linear(time.times, time.first.weight, time.first.bias))
         condition = F.silu(F.linear(condition, time.second.weight, time.second.bias))
         for site, dense in enumerate(time.modulations):
             modulation = F.linear(condition, dense.weight.float(), dense.bias.float())
-            table[:, site].copy_(modulation.view(table[:, site].shape))
-        self._ops.rope_table(theta=self._config.rope_theta, out=arena["rope"])
+            out[:, site].copy_(modulation.view(out[:, site].shape))
 
     def prompt(self, arena: Arena, variant: Variant) -> None:
         """Tokens → embeddings, the number of valid prefix rows, and the chunk's positions behind them."""

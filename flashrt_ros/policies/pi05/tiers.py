@@ -112,11 +112,14 @@ def gate(chosen: ChosenTier | None, fingerprint: str, *, unverified: bool) -> st
         raise SettingsError(str(error)) from None
 
 
-def pack_weights(weights: Pi05Weights, chosen: ChosenTier) -> Pi05Weights:
+def pack_weights(weights: Pi05Weights, chosen: ChosenTier, *, padded: bool = False) -> Pi05Weights:
     """`weights` with every narrow site packed, and multipliers folded into the norms in front where they have weights.
 
     Vision folds into the weight and bias of its LayerNorm, the expert into scale and shift of its adaptive norm; the
     norms of the prefix have no weight of their own, so that their sites keep the multiplier.
+
+    Args:
+        padded: as for `load_weights`.
 
     Raises:
         SettingsError: the calibration does not fit the shape of a site, or a weight has no finite scale.
@@ -131,7 +134,8 @@ def pack_weights(weights: Pi05Weights, chosen: ChosenTier) -> Pi05Weights:
         value, multiplier = scales[site].input_scale, _fitting(site, multipliers.get(site), matrix)
         scale = None if value is None else torch.tensor([value], device=matrix.device)
         kept = multiplier if site.startswith("prefix.") else None
-        return PackedWeight(matrix if multiplier is None else matrix.float() / multiplier, table[site], scale, kept)
+        scaled = matrix if multiplier is None else matrix.float() / multiplier
+        return PackedWeight(scaled, table[site], scale, kept, padded=padded)
 
     try:
         return _folded(change_sites(weights, pack), multipliers)

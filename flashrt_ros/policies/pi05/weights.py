@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...engine.dtypes import TORCH_DTYPE
 from ...engine.upload import Uploader
+from ...ops.padding import in_padded_memory, padded_shape
 from ..progress import Advance
 from .config import DTYPES, Pi05Config
 from .layout import EMBEDDING, EXPERT, LANGUAGE, PROJECTOR, VISION, modulation_names
@@ -111,13 +112,21 @@ class Pi05Weights:
 
 
 def load_weights(
-    source: TensorSource, config: Pi05Config, device: torch.device, advance: Advance = _untold
+    source: TensorSource,
+    config: Pi05Config,
+    device: torch.device,
+    advance: Advance = _untold,
+    *,
+    padded: bool = False,
 ) -> Pi05Weights:
     """Pack the tensors of `source` for `config`; folding and scaling happen in float32, before the cast.
 
-    `advance` is told how many bytes of `source` each step has read, and in the end how many nobody needs.
+    Args:
+        advance: is told how many bytes of `source` each step has read, and in the end how many nobody needs.
+        padded: matrices lie in memory with room for the padding of fused stages (`ops.padding`), so that these make
+            no copies; shapes and values are the same.
     """
-    loader = (_ShapeLoader if device.type == "meta" else _Loader)(source, config, device, advance)
+    loader = (_ShapeLoader if device.type == "meta" else _Loader)(source, config, device, advance, padded)
     weights = Pi05Weights(loader.vision(), loader.prefix(), loader.expert(), loader.time())
     advance(source.nbytes - loader.read)
     return weights
@@ -135,8 +144,11 @@ def time_embeddings(config: Pi05Config) -> Tensor:
 
 
 class _Loader:
-    def __init__(self, source: TensorSource, config: Pi05Config, device: torch.device, advance: Advance) -> None:
+    def __init__(
+        self, source: TensorSource, config: Pi05Config, device: torch.device, advance: Advance, padded: bool
+    ) -> None:
         self._source, self._config, self._device, self._advance = source, config, device, advance
+        self._padded = padded
         self._upload = Uploader(device) if device.type == "cuda" else None
         self.read = 0
         self._dtype = TORCH_DTYPE[DTYPES[config.dtype]]
@@ -239,6 +251,9 @@ class _Loader:
         return self._upload(stored)
 
     def _cast(self, tensor: Tensor) -> Tensor:
+        shape = padded_shape(tensor.shape)
+        if self._padded and tensor.ndim == 2 and tensor.shape != shape:
+            return in_padded_memory(tensor, shape, self._dtype)
         return tensor.to(self._dtype).contiguous()
 
     # All arithmetic of the loader.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flashrt_ros.contract import SiteFormat
-from flashrt_ros.policies.pi05 import Pi05Config
+from flashrt_ros.ops.cuda.expert_codes import Codes
+from flashrt_ros.policies.pi05 import Pi05Config, cuda_expert
 from flashrt_ros.policies.pi05.cuda_expert import common_bits, expert_reports, pack_expert, packed_expert_bytes
 from flashrt_ros.policies.pi05.cuda_products import DECODED_ONCE, IN_REGISTERS
 from flashrt_ros.policies.pi05.memory import needed_bytes
@@ -79,6 +82,21 @@ def test_the_kernel_gets_what_the_codes_stand_for(weight: str) -> None:
         matrix = weights.layers[layer].output
         assert isinstance(matrix, PackedWeight)
         torch.testing.assert_close(stream.matrix(layer), matrix.decode(), rtol=1e-6, atol=0.0)
+
+
+def test_the_layers_of_one_product_at_a_time_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor | Codes]] = []
+    stacked = cuda_expert._stacked
+
+    def watched(matrices: Sequence[Tensor]) -> Tensor | Codes:
+        assert [stack() for stack in made] == [None] * len(made)
+        stack = stacked(matrices)
+        made.append(weakref.ref(stack))
+        return stack
+
+    monkeypatch.setattr(cuda_expert, "_stacked", watched)
+    pack_expert(expert(output=("e4m3", "e4m3"), gate_up=("nvfp4", "nvfp4")))
+    assert len(made) == len(SHAPES)
 
 
 def test_inputs_that_would_be_quantised_stay_wide_and_the_report_says_so() -> None:

@@ -102,6 +102,28 @@ def test_a_multiplier_that_no_norm_could_apply_is_refused_by_site() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_16_bit_sites_of_the_table_go_to_the_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(gemm, "product", lambda *_, behind, **__: calls.append(behind.gelu))
+    monkeypatch.setattr(cuda_products, "OWN_WIDE", frozenset({"vision.up"}))
+    weight, bias = torch.randn(OUTPUTS, INPUTS).bfloat16(), torch.randn(OUTPUTS).bfloat16()
+    product, x = product_of("vision.up.0", weight, bias, overlap=False), torch.randn(5, INPUTS).bfloat16()
+    out = torch.zeros(5, OUTPUTS).bfloat16()
+    product.linear(x, out, torch.empty(0))
+    product.gelu(x, out, torch.empty(0), None)
+    assert (product.way, calls) == ("bf16", [False, True])
+    other = product_of("vision.down.0", weight, bias, overlap=False)
+    other.linear(x, out, torch.empty(0))
+    assert (other.way, len(calls)) == ("cublaslt", 2)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t() + bias.double(), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("other_gpu")
+def test_elsewhere_all_16_bit_sites_go_to_cublaslt() -> None:
+    assert product_of("vision.down.0", torch.ones(8, 8), None, overlap=False).way == "cublaslt"
+
+
+@pytest.mark.usefixtures("hopper")
 def test_a_16_bit_site_goes_to_cublaslt() -> None:
     weight, bias = torch.randn(OUTPUTS, INPUTS).bfloat16(), torch.randn(OUTPUTS).bfloat16()
     product, x = product_of("vision.up.0", weight, bias, overlap=False), torch.randn(5, INPUTS).bfloat16()

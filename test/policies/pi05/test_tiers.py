@@ -366,9 +366,9 @@ def test_the_memory_of_an_unknown_tier_is_a_mistake_in_the_settings() -> None:
 def test_what_was_packed_is_not_kept_in_16_bits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide: list[weakref.ref[Pi05Weights]] = []
 
-    def watched(weights: Pi05Weights, chosen: tiers.ChosenTier) -> Pi05Weights:
+    def watched(weights: Pi05Weights, chosen: tiers.ChosenTier, **options: bool) -> Pi05Weights:
         wide.append(weakref.ref(weights))
-        return tiers.pack_weights(weights, chosen)
+        return tiers.pack_weights(weights, chosen, **options)
 
     def gated(*_: object, **__: object) -> str:
         assert wide[0]() is None

@@ -1,13 +1,13 @@
 """Nine unmodified models through `accelerate`: what was found, kept and refused, and how fast the complete call became.
 
-    python -m benchmarks.accelerate [--models a,b] [--compile a,b] [--out FILE]
-    python -m benchmarks.accelerate --compile-only --models a,b [--out FILE]
+    python -m benchmarks.drop_in [--models a,b] [--compile a,b] [--out FILE]
+    python -m benchmarks.drop_in --compile-only --models a,b [--out FILE]
 
 Each model runs in a process of its own, at most --limit seconds, and its object in the result file is replaced as soon
 as it is there, so that models can be measured one by one; --compile-only adds what torch.compile makes of models whose
 object is there already. In every model two wrong kernels are planted in the registry.
-A rehearsal without a GPU: --device cpu --tiny. (As a script, python benchmarks/accelerate.py, it would hide the package
-`accelerate` that transformers looks for.)
+A rehearsal without a GPU: --device cpu --tiny. (No file here may be called `accelerate.py`: where this folder is on the
+path, as for a script in it, that would hide the package of this name that transformers looks for.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.accelerate_models import MODELS, Setting, Workload
+from benchmarks.drop_in_models import MODELS, Setting, Workload
 from flashrt_ros.accelerate import Gates, ModuleStructure, Observation, Report, accelerate, registered
 from flashrt_ros.measure.circumstances import machine, now, significant, versions
 from flashrt_ros.measure.tables import table
@@ -303,7 +303,7 @@ def main() -> int:
 def _run(name: str, args: argparse.Namespace) -> bool:
     """One model in a process of its own."""
     command = [
-        sys.executable, "-W", "ignore", "-m", "benchmarks.accelerate", "--child", "--models", name, "--compile",
+        sys.executable, "-W", "ignore", "-m", "benchmarks.drop_in", "--child", "--models", name, "--compile",
         args.compile, "--device", args.device, "--rounds", str(args.rounds), "--most-sets", str(args.most_sets),
         "--compile-limit", str(args.compile_limit), "--out", str(args.out), *(["--tiny"] if args.tiny else []),
         *(["--compile-only"] if args.compile_only else []),

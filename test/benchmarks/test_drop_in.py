@@ -1,4 +1,4 @@
-"""benchmarks/accelerate.py: what torch.compile makes of a model is added to what is known of it."""
+"""benchmarks/drop_in.py: what torch.compile makes of a model is added to what is known of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import accelerate as benchmark
-from benchmarks.accelerate_models import MODELS, Setting, Workload
+from benchmarks import drop_in as benchmark
+from benchmarks.drop_in_models import MODELS, Setting, Workload
 from test.sources import ROOT, checkout_environment
 
 KNOWN = {"eager_ms": 3.0, "compile_ms": None, "compile_failed": "not finished after 1 s", "kept": ["cuda_graph"]}
@@ -66,8 +67,14 @@ def test_a_model_that_fails_keeps_what_is_known(out: Path, monkeypatch: pytest.M
 
 
 def test_a_model_without_a_result_is_refused(out: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.accelerate", "--compile-only", "--models", "qwen3", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.drop_in", "--compile-only", "--models", "qwen3", "--out", str(out)]
     found = subprocess.run(command, cwd=ROOT, env=checkout_environment(), capture_output=True, text=True, timeout=120)
     assert found.returncode == 2
     assert "'qwen3' is not in" in found.stderr
     assert json.loads(out.read_text())["models"] == {"timm_vit": KNOWN}
+
+
+def test_no_benchmark_hides_a_package() -> None:
+    """Scripts put their folder in front of the path: a package of the same name would then be out of reach."""
+    assert not set(packages_distributions()) & {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert not (ROOT / "benchmarks" / "accelerate.py").exists()  # installed where transformers is, and not here
