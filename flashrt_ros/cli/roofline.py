@@ -66,24 +66,30 @@ def _work(args: argparse.Namespace) -> dict[str, Work]:
 
 
 def _reached(args: argparse.Namespace, work: Mapping[str, Work]) -> dict[str, dict[str, float]]:
-    """Tier → stage → share of the measured device's ceiling, from a result of the same configuration."""
+    """Tier → stage → share of the measured device's ceiling, from the fastest result of the same configuration."""
     from ..measure.devices import device_named
-    from ..measure.roofline import TIERS, floors, fractions
+    from ..measure.roofline import counted_as, floors, fractions
 
     if args.measured is None:
         return {}
     found: dict[str, dict[str, float]] = {}
-    for result in read_report(args.measured):
+    for result in sorted(read_report(args.measured), key=_decision_ms, reverse=True):
         device = device_named(str(result["machine"].get("gpu")))
         same = (result["views"], result["chunk"], result["tokens"]) == (args.views, args.chunk, args.tokens)
-        if device is not None and device.measured and same and result["tier"] in TIERS:
-            found[result["tier"]] = fractions(result["stage_ms"], floors(work, device, result["tier"]))
+        counted = counted_as(result["tier"], device) if device is not None and device.measured and same else None
+        if device is not None and counted is not None:
+            found[counted] = fractions(result["stage_ms"], floors(work, device, counted))
     if not found:
         raise CommandError(
             f"{args.measured} has no result of {args.views} views, chunk {args.chunk}, {args.tokens} tokens on a "
             "device whose ceilings we measured"
         )
     return found
+
+
+def _decision_ms(result: Mapping[str, Any]) -> float:
+    """Of all its stages."""
+    return float(sum(result["stage_ms"].values()))
 
 
 def _report(

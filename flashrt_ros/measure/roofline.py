@@ -11,6 +11,16 @@ TIERS = ("16-bit", "8-bit", "4-bit")
 _WEIGHT_BITS = {"bf16": 16.0, "fp8": 8.0, "fp4": 4.5}  # 4-bit formats carry an 8-bit scale for every 16 weights
 
 
+def counted_as(tier: str, device: Device) -> str | None:
+    """Whose floor holds for a tier, of TIERS; None for one that has none.
+
+    "4-bit-expert" is what "4-bit" counts where there is no 4-bit arithmetic: four bits for the expert, eight elsewhere.
+    """
+    if tier == "4-bit-expert" and device.best("fp4") != "fp4":
+        return "4-bit"
+    return tier if tier in TIERS else None
+
+
 @dataclass(frozen=True)
 class Work:
     """What one stage must do in one decision.

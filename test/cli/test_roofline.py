@@ -53,9 +53,23 @@ def test_a_tier_without_a_floor_of_its_own_is_passed_over(tmp_path: Path) -> Non
     path, out = tmp_path / "r.json", tmp_path / "roofline.json"
     measured(path)
     (wide,) = json.loads(path.read_text())
-    path.write_text(json.dumps([wide, {**wide, "tier": "4-bit-expert"}]))
+    path.write_text(json.dumps([wide, {**wide, "tier": "mine.yaml"}]))
     assert main(["roofline", "--measured", str(path), "--out", str(out)]) == 0
     assert list(json.loads(out.read_text())["reached"]) == ["16-bit"]
+
+
+def test_the_fastest_of_several_results_says_what_share_is_reached(tmp_path: Path) -> None:
+    path, out = tmp_path / "r.json", tmp_path / "roofline.json"
+    measured(path)
+    (wide,) = json.loads(path.read_text())
+    slow = {stage: 3 * ms for stage, ms in wide["stage_ms"].items()}
+    both = [{**wide, "tier": "4-bit-expert"}, {**wide, "tier": "4-bit", "stage_ms": slow}]
+    path.write_text(json.dumps([wide, *both]))
+    assert main(["roofline", "--measured", str(path), "--out", str(out)]) == 0
+    together = json.loads(out.read_text())["reached"]["4-bit"]
+    path.write_text(json.dumps([wide, both[0]]))
+    assert main(["roofline", "--measured", str(path), "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["reached"]["4-bit"] == together
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from flashrt_ros.contract import Identity
 from flashrt_ros.measure.devices import DEVICES, Device, device_named, device_of
 from flashrt_ros.measure.errors import MeasureError
 from flashrt_ros.measure.pi05.workload import workload
-from flashrt_ros.measure.roofline import Floor, Work, floor_of, floors, fractions
+from flashrt_ros.measure.roofline import Floor, Work, counted_as, floor_of, floors, fractions
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.plan import build_contract
 
@@ -28,6 +28,14 @@ def true_size(views: int = 2, chunk: int = 10, plan: str = "split") -> dict[str,
     )
     contract = build_contract(config, Identity(policy="pi05", weights="none"))
     return workload(config, contract, contract.variants[0])
+
+
+def test_four_bits_in_the_expert_alone_count_as_four_bits_where_no_tensor_core_takes_them() -> None:
+    four = Device("toy", MappingProxyType({"bf16": 1.0, "fp8": 2.0, "fp4": 4.0}), 1.0, True, "invented")
+    assert counted_as("4-bit-expert", TOY) == "4-bit"
+    assert counted_as("4-bit-expert", four) is None
+    assert counted_as("8-bit", TOY) == "8-bit"
+    assert counted_as("mine.yaml", TOY) is None
 
 
 def test_the_larger_of_the_two_times_is_the_floor() -> None:

@@ -17,8 +17,7 @@ from ...precision.fidelity import recorded, recorded_report
 from ...precision.tier import load_tier
 from ..circumstances import machine, percentiles, significant, versions
 from ..devices import device_named
-from ..roofline import TIERS as ROOFLINE_TIERS
-from ..roofline import floors, fractions
+from ..roofline import counted_as, floors, fractions
 from ..rounds import Samples
 from .baselines import Baseline
 from .mechanisms import Mechanisms
@@ -192,11 +191,12 @@ def _roofline(ours: Subject, tier: str, stage_ms: Mapping[str, float]) -> dict[s
     """Share of the device's ceilings that each stage reaches; None for a device whose ceilings are not known."""
     on_gpu = ours.runner.session.device.type == "cuda"
     device = device_named(str(machine().get("gpu"))) if on_gpu else None
-    if device is None or not device.measured or tier not in ROOFLINE_TIERS:
+    counted = None if device is None or not device.measured else counted_as(tier, device)
+    if device is None or counted is None:
         return None
     contract = ours.policy.contract
     work = workload(ours.policy.config, contract, contract.variant(ours.runner.session.variant))
-    return fractions(stage_ms, floors(work, device, tier))
+    return fractions(stage_ms, floors(work, device, counted))
 
 
 def same_case(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
