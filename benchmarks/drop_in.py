@@ -43,7 +43,8 @@ PROTOCOL = (
     "torch.compile in its default mode, after three; LeRobot's policies with the TF32 that their own switch sets. "
     "Where it was measured by itself, eager_beside_compile_ms is the eager call in that process. "
     "Parity: three examples, against the eager model with equal random seed. "
-    "Each object says when and beside how many cores it was measured; what stands around them is of the last run."
+    "Each object says when and on how many cores it was measured, or, if it is older, when its file was written last; "
+    "what stands around them is of the last run."
 )
 LEROBOTS_SWITCH = ("lerobot_pi05", "lerobot_pi0", "lerobot_smolvla")  # compile_model sets matmul precision "high"
 _PACKAGES = ("flashrt_ros", "torch", "triton", "lerobot", "transformers", "timm", "diffusers", "nvidia-cudnn-cu13")
@@ -168,13 +169,17 @@ def only_compiled(name: str, setting: Setting, limit: int, known: dict[str, Any]
     """A `known` object with what torch.compile makes of the model, and the eager call in the same process."""
     workload = MODELS[name](setting)
     eager = _typical(workload, setting.device)
-    kept = {key: value for key, value in known.items() if key != "compile_failed"}
-    return kept | {"eager_beside_compile_ms": eager} | compiled(name, workload, setting, limit)
+    return uncompiled(known) | {"eager_beside_compile_ms": eager} | compiled(name, workload, setting, limit)
+
+
+def uncompiled(known: dict[str, Any]) -> dict[str, Any]:
+    """An object without what was known of torch.compile."""
+    return {key: value for key, value in known.items() if not key.startswith(("compile", "eager_beside_compile"))}
 
 
 def circumstances() -> dict[str, Any]:
     """When, and beside how many cores."""
-    return {"date": now(), "cores": os.cpu_count()}
+    return {"date": now(), "cores": len(os.sched_getaffinity(0))}
 
 
 def _typical(workload: Workload, device: torch.device, function: Callable[..., Any] | None = None) -> float:
@@ -206,7 +211,9 @@ def child(args: argparse.Namespace) -> int:
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
-        result = known | {"compile_ms": None, "compile_failed": reason} if args.compile_only else {"failed": reason}
+        result = {"failed": reason}
+        if args.compile_only:
+            result = uncompiled(known) | {"compile_ms": None, "compile_failed": reason}
     write(args.out, args.models, result)
     return 1 if "failed" in result or "compile_failed" in result else 0
 

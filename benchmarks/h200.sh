@@ -24,6 +24,7 @@
 #   WHEELS    folders of wheels to install first, on a machine without a network (default: .whl .whl_acc; ROS from
 #             .whl_ros; see scripts/offline_wheels.sh)
 #   CASES     views x chunk (default: 2x10,2x50,3x10,3x50)
+#   BASELINES of the step `tiers` (default: plain_graph,plain_compiled_layer_graph; lerobot_eager needs LeRobot)
 #   TIERS     of the step `tiers` (default: 8-bit 4-bit-expert 4-bit), at the first case
 #   MODELS, COMPILE  of the step `accelerate`: which models, and which of them through torch.compile too (default: all, none)
 #   SETTINGS  more arguments for verify, bench and profile, such as "--set dtype=bfloat16"
@@ -122,7 +123,8 @@ step_tiers() {
 			{ status=1 && echo "$tier: below the bar, or failed"; } # times need no verdict
 		tiers+=(--tiers "$tier=$calibration")
 	done
-	bench --cases "$first_case" "${tiers[@]}" --baselines plain_graph || return
+	bench --cases "$first_case" "${tiers[@]}" --load --baselines "${BASELINES:-plain_graph,plain_compiled_layer_graph}" ||
+		return
 	flashrt plot "$results/h200_pi05.json" --out "$results/h200_pi05_tiers.png" ||
 		echo "no picture; draw it elsewhere: flashrt plot h200_pi05.json --out h200_pi05_tiers.png"
 	return $status

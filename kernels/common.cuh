@@ -12,8 +12,8 @@ constexpr u32 kAllLanes = 0xffffffffu;
 // -- launch overlap (programmatic dependent launch) ---------------------------------------------------------------------
 
 // `overlap_trigger` lets the next kernel in the stream start; `overlap_wait` waits until all memory of the kernels
-// before is visible. What stands between them may touch only memory that no earlier kernel of the stage writes. With
-// OVERLAP=0 both are no-ops, and results are equal bit for bit.
+// before is visible. What stands between them may touch only memory that no earlier kernel of the stage writes, or
+// that was complete before the kernel in front let this one begin. With OVERLAP=0 both are no-ops, and results are equal bit for bit.
 #ifndef OVERLAP
 #define OVERLAP 0
 #endif

@@ -1,8 +1,8 @@
 // Matrix product on Hopper's warpgroup instructions (sm_90a), with the step behind it in its epilogue:
 //   out = epilogue(x @ weights^T),  x [rows, K], weights [outputs, K], out [rows, ...]; sums in float32.
 //
-// A tile is kColumns rows of `weights` (the instruction's M, 64 for each of two consumer warpgroups) by TILE_ROWS rows of
-// x (its N, any multiple of 8): a count of rows that is no multiple of 128 wastes little. One thread of a third
+// A tile is kColumns rows of `weights` (the instruction's M, 64 for each of two consumer warpgroups) by TILE_ROWS rows
+// of x (its N, any multiple of 8): a count of rows that is no multiple of 128 wastes little. One thread of a third
 // warpgroup streams both through a ring of stages. The grid is resident: each block works on tile after tile, the row
 // tiles of one column tile at the same time, so that a weight is fetched from memory once. Where there are few tiles,
 // several blocks share one, each with a part of K, and write parts that the next kernel adds.
@@ -34,6 +34,7 @@ constexpr int kOutColumns = GEGLU ? 32 : 64;  // of out, in a consumer's half of
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 static_assert(TILE_ROWS % 8 == 0 && TILE_ROWS <= 256, "rows of a tile");
 static_assert(kStageBytes % 1024 == 0, "swizzle atoms");
+static_assert(STAGES >= 2, "one stage is fetched while another is read");
 
 struct Tile {
   int row, column, part;  // row and column counted in tiles; part of K
@@ -86,6 +87,7 @@ struct Place {
 
 __device__ __forceinline__ u32 full_barrier(u32 shared, int slot) { return shared + kBarriersAt + slot * 8; }
 __device__ __forceinline__ u32 empty_barrier(u32 shared, int slot) { return full_barrier(shared, STAGES + slot); }
+
 // What one thread streams into the ring.
 struct Feed {
   u32 shared;
@@ -198,11 +200,12 @@ __device__ __forceinline__ void consume(u32 shared, float* scales, const TensorM
   if (!OUT8 && thread == 0) stores_done();
 }
 
-// The arguments of the epilogue: see Operands. With OVERLAP, the kernel in front of this one may still be making x or,
-// with ROW_SCALE, `scale`; it must not be making anything else that is read here. K is covered by `steps` stages, each
-// part has at least one. Boxes of the maps: weights kStep x 8 x (GEGLU: 2) x kWeightGroups, x TILE_ROWS x kStep,
-// swizzled over 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes. The grid has at most as many
-// blocks as there are tiles times parts.
+// The arguments of the epilogue: see Operands. With OVERLAP, no kernel that may still run makes what is read before the
+// wait: weights, factor, bias, out_scale, and with ROW_SCALE x. So the kernel in front makes x, or with ROW_SCALE `scale`
+// alone, and then lets this one begin only behind a wait of its own. K is covered by `steps` stages, each part has at
+// least one. Boxes of the maps: weights kStep x 8 x (GEGLU: 2) x kWeightGroups, x TILE_ROWS x kStep, swizzled over 128
+// bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes. The grid has at most as many blocks as there are
+// tiles times parts.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const __grid_constant__ TensorMap out, const float* scale, const float* factor, const bf16* bias,

@@ -32,10 +32,6 @@ __device__ __forceinline__ void store_relaxed(void* p, u32 low, u32 high) {
   asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(low), "r"(high) : "memory");
 }
 
-__device__ __forceinline__ void store_unwritten(void* p) {  // four words
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(p), "r"(kUnwritten) : "memory");
-}
-
 __device__ __forceinline__ bool written(const uint4& v) {
   return v.x != kUnwritten && v.y != kUnwritten && v.z != kUnwritten && v.w != kUnwritten;
 }

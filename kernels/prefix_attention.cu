@@ -5,7 +5,7 @@
 // rows of the prefix: each has two consumers with 64 rows of a product each, which read the same tiles of keys and
 // values, so that a tile is fetched once for 128 rows; and each takes about half of the tiles. Where a block's tiles
 // end, its first consumer, the giver, sends what it has to the other block, whose second consumer, the keeper, has the
-// same rows: it joins both parts and stores the result. A giver has at least as few tiles as a keeper, so that what it
+// same rows: it joins both parts and stores the result. A giver has at most as many tiles as a keeper, so that what it
 // sends travels while the keeper still works.
 //
 // A consumer lets the tensor cores multiply the next tile's keys and this tile's values while it computes exponentials.
@@ -97,8 +97,8 @@ struct Place {
 
 // The tiles that the blocks of a cluster share. Both givers take `given` of them by turns, each its own; the keeper of
 // the same block takes these and all those that are left over. There are always two, the second perhaps without any
-// valid key, so that a block knows its first tile before it knows `valid`. Only the last tile of all may have less than
-// kTileKeys of them, and is the last one of whoever takes it.
+// valid key, so that a block knows its first tile before it knows `valid`. Only the last tile that
+// somebody takes may have less than kTileKeys valid keys, or none.
 struct Tiles {
   int valid, given, kept, rank;
 
@@ -201,7 +201,8 @@ __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Arrives at the barrier at the same place of another block, and says that something has been read. It publishes
-// nothing that was written: for that it would have to wait.
+// nothing that was written: for that it would have to wait. Relaxed is enough behind the wait for products only: what
+// was read, products have read. An ordinary load could still be under way.
 __device__ __forceinline__ void tell(u32 barrier, u32 block) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -344,7 +345,7 @@ __device__ __forceinline__ void scale_rows(float (&o)[kHeadDim / 2], const float
 }
 
 // All tiles of one consumer. The other block is told when this one has no more use for the memory that is given into:
-// when its giver has read its queries, and its keeper all keys but the last.
+// when its giver has read its queries and its last keys, and its keeper all keys but the last.
 __device__ __forceinline__ void attend(float (&o)[kHeadDim / 2], Statistics& row, u32 shared, const Tiles& tiles,
                                        int consumer) {
   const int turns = tiles.of(consumer), last_use = consumer == kGiver ? turns - 1 : max(0, turns - 2);

@@ -27,15 +27,6 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier that stands at the same place in block `block` of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 block) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
-
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
   u32 done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -46,7 +37,8 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 }
 
 // Waits for the end of the phase of that parity. A barrier that nobody completes would hold the GPU for ever: trap
-// after some seconds instead.
+// after some seconds instead. With the scope of a block also for what other blocks send: that is shared memory, which
+// is not cached, and a wider scope would empty the first-level cache at every wait.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   if (barrier_passed(barrier, parity)) return;
   const long long start = clock64();
@@ -55,15 +47,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 
 // -- cluster ----------------------------------------------------------------------------------------------------------
-
-// For the declaration of a kernel that is compiled for clusters of CLUSTER blocks.
-#ifndef CLUSTER_SIZE
-#if defined(CLUSTER) && CLUSTER > 1
-#define CLUSTER_SIZE __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_SIZE
-#endif
-#endif
 
 __device__ __forceinline__ u32 block_in_cluster() {
   u32 rank;

@@ -9,20 +9,25 @@ that is the result, rounded, stays as it is written.
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SAME = 0.005  # relative; what test/node/test_readme.py allows
 MARK = re.compile(r"(<!-- (\w+)\.json ([\w.-]+) -->)([^\s|]+)")
 
 
 def figure(results: Path, file: str, key: str) -> float:
-    """The value at a dotted key of a result; KeyError, IndexError or FileNotFoundError name what is missing."""
+    """The value at a dotted key of a result; KeyError names file and key of what is missing or no number."""
     value: Any = json.loads((results / f"{file}.json").read_text())
-    for part in key.split("."):
-        value = value[int(part)] if isinstance(value, list) else value[part]
-    return float(value)
+    try:
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        return float(value)
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise KeyError(f"{file}.json has no number at {key}") from None
 
 
 def shown(value: float) -> str:
@@ -31,11 +36,13 @@ def shown(value: float) -> str:
 
 
 def is_rounded(written: str, value: float) -> bool:
-    """Whether `written` is `value` to as many places as it has."""
+    """Whether `written` is `value` to as many places as it has, and these suffice."""
     try:
-        return float(written) == round(value, len(written.partition(".")[2]))
+        figure = float(written)
     except ValueError:
         return False
+    places = len(written.partition(".")[2])
+    return figure == round(value, places) and math.isclose(figure, value, rel_tol=SAME)
 
 
 def refreshed(text: str, results: Path) -> str:

@@ -37,8 +37,8 @@ def _put_aside() -> Callable[[], None]:
     There are two generations of them. PyTorch refuses to read an older one that contradicts the newer ones, so that
     these go first, and both say the same in the end.
     """
-    cudnn = _BACKENDS.cudnn
-    switches = (_BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul, cudnn.conv, cudnn.rnn)
+    cudnn, mkldnn = _BACKENDS.cudnn, _BACKENDS.mkldnn
+    switches = (_BACKENDS.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
     before = [switch.fp32_precision for switch in switches]
 
     def exact() -> None:

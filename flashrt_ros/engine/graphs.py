@@ -104,7 +104,7 @@ def _capture_cuda(body: StageBody, arena: Mapping[str, torch.Tensor], variant: V
 class GraphSet:
     """Every stage of a contract, captured for every shape key.
 
-    On a GPU stages compute float32 products exactly, so that no switch of the process decides about the bits behind a
+    On a GPU stages compute float32 products exactly, so that no switch for float32 decides about the bits behind a
     fingerprint.
     """
 

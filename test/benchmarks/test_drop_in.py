@@ -19,6 +19,7 @@ from benchmarks.drop_in_models import MODELS, Setting, Workload
 from test.sources import ROOT, checkout_environment
 
 KNOWN = {"eager_ms": 3.0, "compile_ms": None, "compile_failed": "not finished after 1 s", "kept": ["cuda_graph"]}
+COMPILED = {"eager_ms": 3.0, "compile_ms": 2.0, "compile_s": 9.0, "eager_beside_compile_ms": 3.1, "kept": []}
 
 
 @pytest.fixture
@@ -64,6 +65,19 @@ def test_a_model_that_fails_keeps_what_is_known(out: Path, monkeypatch: pytest.M
     assert code == 1
     assert found["kept"] == ["cuda_graph"]
     assert found["compile_failed"] == "RuntimeError: no such weights"
+
+
+def test_a_model_that_fails_later_keeps_nothing_of_an_earlier_compile(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Setting) -> Workload:
+        raise RuntimeError("no such weights")
+
+    out.write_text(json.dumps({"models": {"timm_vit": COMPILED}}))
+    monkeypatch.setitem(MODELS, "timm_vit", broken)
+    _, found = child(out)
+    reason = "RuntimeError: no such weights"
+    assert found == {"eager_ms": 3.0, "kept": [], "compile_ms": None, "compile_failed": reason}
 
 
 def test_a_model_without_a_result_is_refused(out: Path) -> None:

@@ -29,7 +29,8 @@ def by_default() -> None:
     everywhere("none")
     cudnn.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
-    cuda.matmul.fp32_precision = mkldnn.matmul.fp32_precision = "none"
+    for switch in (cuda.matmul, mkldnn.matmul, mkldnn.conv, mkldnn.rnn):
+        switch.fp32_precision = "none"
     cudnn.allow_tf32 = True
 
 
@@ -54,6 +55,7 @@ SETTINGS: dict[str, Callable[[], None]] = {
     "cudnn.allow_tf32": lambda: setattr(cudnn, "allow_tf32", False),
     "matmul": lambda: setattr(cuda.matmul, "fp32_precision", "tf32"),
     "convolutions": lambda: setattr(cudnn.conv, "fp32_precision", "ieee"),
+    "convolutions on the CPU": lambda: setattr(mkldnn.conv, "fp32_precision", "bf16"),
     "everywhere": lambda: everywhere("tf32"),
     "in both ways": in_both_ways,
 }
@@ -71,7 +73,9 @@ def seen() -> dict[str, Any]:
         "matmul": lambda: cuda.matmul.fp32_precision,
         "convolution": lambda: cudnn.conv.fp32_precision,
         "recurrent": lambda: cudnn.rnn.fp32_precision,
-        "on the CPU": lambda: mkldnn.matmul.fp32_precision,
+        "matmul on the CPU": lambda: mkldnn.matmul.fp32_precision,
+        "convolution on the CPU": lambda: mkldnn.conv.fp32_precision,
+        "recurrent on the CPU": lambda: mkldnn.rnn.fp32_precision,
         "everywhere": lambda: backends.fp32_precision,
         "older matmul": torch.get_float32_matmul_precision,
         "older TF32": lambda: cuda.matmul.allow_tf32,
@@ -89,7 +93,7 @@ def seen() -> dict[str, Any]:
 def is_exact() -> bool:
     """In both generations of switches: whoever reads an older one is not refused."""
     now = seen()
-    each = ("matmul", "convolution", "recurrent", "on the CPU")
+    each = [f"{what}{where}" for what in ("matmul", "convolution", "recurrent") for where in ("", " on the CPU")]
     older = now["older matmul"], now["older TF32"], now["older cuDNN"]
     return all(now[name] == "ieee" for name in each) and older == ("highest", False, False)
 

@@ -81,5 +81,11 @@ def test_a_figure_is_written_anew_only_if_it_changed(tmp_path: Path) -> None:
 
 def test_a_figure_that_no_result_has_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps([{"ms": 9.0}]))
-    with pytest.raises(KeyError, match="us"):
-        refreshed("<!-- run.json 0.us -->1", tmp_path)
+    for key in ("0.us", "1.ms", "0.ms.p50", "0"):
+        with pytest.raises(KeyError, match=f"run.json has no number at {key}"):
+            refreshed(f"<!-- run.json {key} -->1", tmp_path)
+
+
+def test_a_figure_with_too_few_places_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps([{"ms": 7.4}]))
+    assert refreshed("<!-- run.json 0.ms -->7 ms", tmp_path) == "<!-- run.json 0.ms -->7.4 ms"

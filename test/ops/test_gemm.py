@@ -66,8 +66,26 @@ def test_wrong_arguments_are_named() -> None:
     bias = torch.zeros(256, dtype=torch.bfloat16, device="meta")
     with pytest.raises(KernelError, match="product: 'bias' is on 'meta', the kernel runs on 'cpu'"):
         gemm.product(x, weight, out=torch.zeros(4, 256, dtype=torch.bfloat16), behind=Behind(bias=bias))
+    whole = torch.zeros(4, 256, dtype=torch.bfloat16)
+    for name in ("GEGLU", "CLUSTER"):
+        message = f"product: no choice is called '{name}'; there are: TILE_ROWS, STAGES"
+        with pytest.raises(KernelError, match=message):
+            gemm.product(x, weight, out=whole, variant={name: 1})
+    codes = torch.zeros(4 * 256 + 8, dtype=torch.uint8)[8:].view(gemm.CODES).view(4, 256)
+    with pytest.raises(KernelError, match="product: 'out' must begin at a multiple of 16 bytes"):
+        gemm.product(x, weight, out=codes, behind=Behind(out_scale=torch.ones(1)))
     with pytest.raises(ShapeError, match="inverse_rms_rows: 'out' dimension 0 'rows' must be 4"):
         gemm.inverse_rms_rows(x, eps=1e-6, out=torch.zeros(3))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parts_without_room_for_whole_tiles_are_refused(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the copy engine would leave out what has no room."""
+    monkeypatch.setattr(gemm, "unsuited", lambda _: "")
+    monkeypatch.setattr(gemm, "_processors", lambda _: 132)
+    x, weight, out = (torch.zeros(*s, dtype=torch.bfloat16) for s in ((712, 128), (256, 128), (parts, 5, 256)))
+    with pytest.raises(ShapeError, match="product: each part needs 7.. rows of 'out', got 5"):
+        gemm.product(x, weight, out=out)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,11 @@ def test_only_hopper_is_suited(capability: tuple[int, int], reason: str, monkeyp
     assert bool(unsuited(torch.device("cuda", 0))) == bool(reason)
 
 
+def test_a_choice_that_the_kernel_does_not_have_is_refused() -> None:
+    with pytest.raises(KernelError, match="prefix_attention: no choice is called 'CLUSTER'; there are: TILE_ROWS"):
+        prefix_attention(**arguments(variant={"CLUSTER": 2}))
+
+
 def test_tensors_of_the_cpu_are_refused_after_all_else() -> None:
     with pytest.raises(KernelError, match="prefix_attention.cu runs on a GPU, the tensors are on 'cpu'"):
         prefix_attention(**arguments())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...contract import Identity, Variant
-from ...engine import Arena
+from ...engine import Arena, exact_float32
 from ...engine.graphs import Executable, capture
 from ...ops import OpTable, reference_ops
 from ...ops.embed import ABSENT
@@ -172,7 +172,8 @@ class Pi05Call:
         self._images = [self._planes(view) for view in config.views]
         self._turns = Turns(device)
         with torch.no_grad():
-            stages.checkpoint(self._arena, contract.variants[0])
+            with exact_float32():  # as the tables of the fused expert, which belong to these modulations
+                stages.checkpoint(self._arena, contract.variants[0])
             self._graphs = {v.dims["prompt"]: self._captured(stages, v) for v in contract.variants}
 
     def _planes(self, view: str) -> Tensor:

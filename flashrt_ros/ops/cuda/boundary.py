@@ -3,6 +3,8 @@ of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -48,3 +50,10 @@ def demand_device(what: str, tensor: Tensor, device: torch.device) -> None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def demand_choices(op: str, variant: Iterable[str], known: Iterable[str]) -> None:
+    """KernelError unless `variant` names choices that the kernel has: another one would change nothing, silently."""
+    for name in variant:
+        if name not in known:
+            raise KernelError(f"{op}: no choice is called '{name}'; there are: {', '.join(known)}")

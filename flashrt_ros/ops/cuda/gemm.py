@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import ShapeError, check
-from .boundary import demand_dense, demand_device
+from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
@@ -32,6 +32,7 @@ _TILE_OVERHEAD = 16  # what a tile costs beside its products, in rows
 _TILE_COUNTS = 6  # numbers of tiles that are considered; lower tiles fetch each weight too often
 _SHARED_BYTES = 232448  # that a block may have
 _MOST_STAGES = 8
+_CHOICES = ("TILE_ROWS", "STAGES")
 
 
 def unsuited(device: torch.device) -> str:
@@ -108,16 +109,16 @@ def gate_up_geglu(
             16 if `out` holds codes.
         out: [rows, hidden], bf16 or codes.
         behind: what is done to gate and up in front of GeGLU; no `gelu`.
-        overlap: begin beside the kernel in front of this one, which makes `behind.scale`, or x if there is none, and
-            nothing else that is read here.
-        variant: other compile-time choices than the best known ones, for whoever measures them.
+        overlap: begin beside the kernel in front of this one, which makes x and nothing else that is read here; or with
+            `behind.scale` that alone, and then it lets this one begin only when all before it has ended.
+        variant: other compile-time choices than the best known ones (TILE_ROWS, STAGES), for whoever measures them.
     """
     check(
         "gate_up_geglu", x=(x, "rows inputs"), out=(out, "rows hidden"), weight=(weight, (2 * out.shape[1], "inputs"))
     )
     if behind.gelu:
         raise KernelError("gate_up_geglu: 'gelu' is in it already")
-    _launch("gate_up_geglu", x, weight, out, behind, overlap, {"GEGLU": 1, **(variant or {})})
+    _launch("gate_up_geglu", x, weight, out, behind, overlap, variant or {}, geglu=True)
 
 
 def product(
@@ -146,14 +147,15 @@ def parts_rows(rows: int, outputs: int, parts: int, device: torch.device, varian
 
 
 def _launch(
-    op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]
-) -> None:
+    op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int],
+    *, geglu: bool = False,
+) -> None:  # fmt: skip
     to_codes, parts = behind.out_scale is not None, out.shape[0] if out.ndim == 3 else 1
     _check_types(op, x, weight, out, behind)
+    demand_choices(op, variant, _CHOICES)
     reason = unsuited(x.device)
     if reason:
         raise KernelError(f"{op}: {reason}")
-    geglu = bool(variant.get("GEGLU"))
     if weight.shape[0] % (_GROUP * (1 + geglu)):
         raise ShapeError(
             f"{op}: 'weight' dimension 0 must be a multiple of {_GROUP * (1 + geglu)}, got {weight.shape[0]}"
@@ -163,12 +165,12 @@ def _launch(
     if not 0 < parts <= steps:
         raise ShapeError(f"{op}: {inputs} inputs are {steps} steps, which make no {parts} parts")
     tile = _tile(rows, column_tiles * parts, x.device, variant)
-    source = _source(tile, x, behind, overlap, variant)
+    source = _source(tile, x, behind, overlap, {**variant, "GEGLU": int(geglu)})
     layout = OutLayout.of(tile, source.defines)
     nbytes = shared_bytes(tile, source.defines["STAGES"], layout)
     target = out.flatten(0, 1) if out.ndim == 3 else out
     part_rows = 0 if out.ndim == 2 else out.shape[1]
-    if parts > 1 and part_rows < -(-rows // tile) * tile:
+    if out.ndim == 3 and part_rows < -(-rows // tile) * tile:
         raise ShapeError(f"{op}: each part needs {-(-rows // tile) * tile} rows of 'out', got {part_rows}")
     units = -(-rows // tile) * column_tiles * parts
     launch_with_maps(
@@ -217,6 +219,8 @@ def _check_types(op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind
         raise KernelError(f"{op}: 'out' must be contiguous, got strides {out.stride()}")
     if out.ndim == 3 and (behind.gelu or behind.out_scale is not None or behind.scale is not None):
         raise KernelError(f"{op}: parts of K are added by who reads them, so that nothing but a factor goes before")
+    if out.dtype == CODES and out.data_ptr() % _ROW_BYTES:
+        raise KernelError(f"{op}: 'out' must begin at a multiple of {_ROW_BYTES} bytes, got {out.data_ptr():#x}")
     if out.dtype == CODES and out.shape[-1] % _ROW_BYTES:
         raise ShapeError(f"{op}: 'out' holds codes in rows of multiples of {_ROW_BYTES}, got {out.shape[-1]}")
 

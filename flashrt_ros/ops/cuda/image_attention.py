@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import ShapeError, check
-from .boundary import demand_dense, demand_device
+from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .kernel import kernel
 from .rows import CODES, Quantiser, lone_scale
@@ -23,6 +23,7 @@ _LEAST_HEAD, _MOST_HEAD = 24, 120
 _WIDEST_PAIR_OF_TILES = 72  # head width up to which a warp's registers hold two tiles of 16 queries
 _PIECES = 4  # in which keys arrive
 _PARTS = 2  # of the keys, each for warps of its own
+_CHOICES = ("CLUSTER", "ROW_TILES")
 
 
 def image_attention(
@@ -47,6 +48,7 @@ def image_attention(
         raise ShapeError(f"{reason}; use scaled_dot_product_attention for other sizes")
     scale = None if quantiser is None else lone_scale(_OP, quantiser)
     _demand_memory(qkv, out, scale)
+    demand_choices(_OP, variant or {}, _CHOICES)
     source = image_attention_source(
         tokens, heads, head_dim, {"QUANTISED": int(scale is not None), "OVERLAP": int(overlap), **(variant or {})}
     )

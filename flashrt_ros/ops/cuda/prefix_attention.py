@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..shapes import check
-from .boundary import demand_dense, demand_device
+from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
@@ -60,6 +60,7 @@ def prefix_attention(
     """
     scale = None if quantiser is None else lone_scale(_OP, quantiser)
     _check(query, key, value, valid, out, scale)
+    demand_choices(_OP, variant or {}, _USUAL)
     reason = unsuited(query.device)
     if reason:
         raise KernelError(f"{_OP}: {reason}")

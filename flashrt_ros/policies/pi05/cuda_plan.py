@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from ...contract import Contract, Variant
-from ...engine import Arena, StageBody
-from ...ops import OpTable
+from ...engine import Arena, StageBody, exact_float32
+from ...ops import OpTable, padding
 from ...ops.cuda.compiler import KernelSource, full_text
 from ...ops.cuda.errors import KernelError
 from ...ops.cuda.expert import MAX_KEYS, MAX_ROWS
 from ...ops.cuda.expert_packing import ACTIONS, HEAD_DIM, HEADS, HIDDEN, WIDTH
 from ...ops.report import KernelReport
 from ...ops.shapes import ShapeError
+from . import cuda_products
 from .config import Pi05Config
 from .cuda_attention import IMAGE, PREFIX
 from .cuda_tiers import TierStages
@@ -92,8 +93,8 @@ def choose_stages(
 
 
 def kernel_identity(reports: tuple[KernelReport, ...], references: str) -> str:
-    """Which parts are fused, by which sources, and how their products are multiplied: what the contract's identity says
-    of kernels.
+    """Which parts are fused, by which sources, how their products are multiplied, and with what padding: what the
+    contract's identity says of kernels.
 
     Equal text means equal bits on one architecture; overlap is not in it, as it never changes a bit.
     """
@@ -101,6 +102,7 @@ def kernel_identity(reports: tuple[KernelReport, ...], references: str) -> str:
     if not fused:
         return references
     products = [f"{report.op} {report.kernel}\n" for report in reports if "." in report.op]
+    products += [f"own {' '.join(sorted(cuda_products.OWN_WIDE))}\n", f"padding {padding.MULTIPLE}\n"]
     text = "".join((*(full_text(KernelSource(name)) for name in _SOURCES), *products))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{references}; fused {','.join(fused)} {digest}"
@@ -152,7 +154,8 @@ def _probe(
     variant = contract.variants[0]
     with torch.inference_mode(), torch.cuda.device(device):
         _fill(arena, config, variant.dims["prompt"])
-        reference.checkpoint(arena, variant)
+        with exact_float32():  # as captures, and the tables of the fused expert
+            reference.checkpoint(arena, variant)
         reference.prompt(arena, variant)
 
         narrow = {item.name.split(".")[0] for item in contract.formats}

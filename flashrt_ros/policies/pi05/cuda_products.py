@@ -92,7 +92,12 @@ def wide_linear(
         out: bf16[rows, outputs].
         overlap: programmatic overlap of the launch, where the own kernel multiplies.
         gelu: with a bias only.
+
+    Raises:
+        KernelError: `gelu` without a bias.
     """
+    if gelu and bias is None:
+        raise KernelError(f"{kind}: GELU behind a 16-bit product goes with a bias")
     if is_own(kind, x.device):
         gemm.product(x, weight, out=out, behind=Behind(bias=bias, gelu=gelu), overlap=overlap)
     elif bias is None:

@@ -154,8 +154,12 @@ def assemble(
 
 
 def pads(config: Pi05Config, device: torch.device) -> bool:
-    """Whether weights need room for the padding of fused stages."""
-    return config.fused and device.type == "cuda"
+    """Whether weights need room for padding: where fused stages multiply them."""
+    if not config.fused or device.type != "cuda":
+        return False
+    from .cuda_plan import unsuited
+
+    return not unsuited(config, torch.cuda.get_device_capability(device))
 
 
 def with_overlap(policy: Pi05Policy, overlap: bool, device: torch.device) -> Pi05Policy:

@@ -23,6 +23,7 @@ from .sites import change_sites, site_matrices, site_names
 from .weights import Dense, Pi05Weights, VisionLayer
 
 _SCALE, _SHIFT = 0, 1  # rows of an adaptive norm's dense layer, in thirds
+_PADDED = ("vision.up.", "vision.down.")  # what `load_weights` gives room for padding, of the sites
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def pack_weights(weights: Pi05Weights, chosen: ChosenTier, *, padded: bool = Fal
         scale = None if value is None else torch.tensor([value], device=matrix.device)
         kept = multiplier if site.startswith("prefix.") else None
         scaled = matrix if multiplier is None else matrix.float() / multiplier
-        return PackedWeight(scaled, table[site], scale, kept, padded=padded)
+        return PackedWeight(scaled, table[site], scale, kept, padded=padded and site.startswith(_PADDED))
 
     try:
         return _folded(change_sites(weights, pack), multipliers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -123,8 +124,8 @@ def load_weights(
 
     Args:
         advance: is told how many bytes of `source` each step has read, and in the end how many nobody needs.
-        padded: matrices lie in memory with room for the padding of fused stages (`ops.padding`), so that these make
-            no copies; shapes and values are the same.
+        padded: patch, up and down of vision lie in memory with room for the padding that fused stages multiply them
+            with (`ops.padding`), so that these make no copies; shapes and values are the same.
     """
     loader = (_ShapeLoader if device.type == "meta" else _Loader)(source, config, device, advance, padded)
     weights = Pi05Weights(loader.vision(), loader.prefix(), loader.expert(), loader.time())
@@ -160,7 +161,7 @@ class _Loader:
         position = self._sum(self._wide(f"{embeddings}.position_embedding.weight"), bias)
         layers = tuple(self._vision_layer(f"{VISION}.encoder.layers.{i}") for i in range(self._config.vision_layers))
         return VisionWeights(
-            patch=self._cast(patch),
+            patch=self._with_room(patch),
             position=self._cast(self._stacked([position] * len(self._config.views))),
             layers=layers,
             norm=self._dense(f"{VISION}.post_layernorm"),
@@ -174,8 +175,8 @@ class _Loader:
             qkv=self._dense(*qkv),
             output=self._dense(f"{layer}.self_attn.out_proj"),
             norm2=self._dense(f"{layer}.layer_norm2"),
-            up=self._dense(f"{layer}.mlp.fc1"),
-            down=self._dense(f"{layer}.mlp.fc2"),
+            up=self._dense(f"{layer}.mlp.fc1", place=self._with_room),
+            down=self._dense(f"{layer}.mlp.fc2", place=self._with_room),
         )
 
     def prefix(self) -> PrefixWeights:
@@ -225,10 +226,10 @@ class _Loader:
             modulations=tuple(stored(name) for name in modulation_names(self._config)),
         )
 
-    def _dense(self, *names: str) -> Dense:
+    def _dense(self, *names: str, place: Callable[[Tensor], Tensor] | None = None) -> Dense:
         weight = self._wide(*(f"{name}.weight" for name in names))
         bias = self._wide(*(f"{name}.bias" for name in names))
-        return Dense(self._cast(weight), self._cast(bias))
+        return Dense((place or self._cast)(weight), self._cast(bias))
 
     def _norm_weight(self, name: str) -> Tensor:
         return self._sum(self._wide(f"{name}.weight"), 1.0)
@@ -251,10 +252,14 @@ class _Loader:
         return self._upload(stored)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        shape = padded_shape(tensor.shape)
-        if self._padded and tensor.ndim == 2 and tensor.shape != shape:
-            return in_padded_memory(tensor, shape, self._dtype)
         return tensor.to(self._dtype).contiguous()
+
+    def _with_room(self, matrix: Tensor) -> Tensor:
+        """One of the matrices that fused stages multiply with padding, see `load_weights`."""
+        shape = padded_shape(matrix.shape)
+        if self._padded and matrix.shape != shape:
+            return in_padded_memory(matrix, shape, self._dtype)
+        return self._cast(matrix)
 
     # All arithmetic of the loader.
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashrt_ros.contract import SiteFormat
+from flashrt_ros.ops import padding
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.compiler import full_text
 from flashrt_ros.ops.cuda.errors import KernelError
@@ -103,19 +104,25 @@ def test_a_multiplier_that_no_norm_could_apply_is_refused_by_site() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_16_bit_sites_of_the_table_go_to_the_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr(gemm, "product", lambda *_, behind, **__: calls.append(behind.gelu))
+    calls: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(gemm, "product", lambda *_, behind, overlap, **__: calls.append((behind.gelu, overlap)))
     monkeypatch.setattr(cuda_products, "OWN_WIDE", frozenset({"vision.up"}))
     weight, bias = torch.randn(OUTPUTS, INPUTS).bfloat16(), torch.randn(OUTPUTS).bfloat16()
-    product, x = product_of("vision.up.0", weight, bias, overlap=False), torch.randn(5, INPUTS).bfloat16()
+    product, x = product_of("vision.up.0", weight, bias, overlap=True), torch.randn(5, INPUTS).bfloat16()
     out = torch.zeros(5, OUTPUTS).bfloat16()
     product.linear(x, out, torch.empty(0))
     product.gelu(x, out, torch.empty(0), None)
-    assert (product.way, calls) == ("bf16", [False, True])
+    assert (product.way, calls) == ("bf16", [(False, True), (True, True)])
     other = product_of("vision.down.0", weight, bias, overlap=False)
     other.linear(x, out, torch.empty(0))
     assert (other.way, len(calls)) == ("cublaslt", 2)
     torch.testing.assert_close(out.double(), x.double() @ weight.double().t() + bias.double(), rtol=1e-2, atol=2e-2)
+
+
+def test_gelu_behind_a_16_bit_product_without_a_bias_is_refused() -> None:
+    x = torch.ones(2, 8)
+    with pytest.raises(KernelError, match="vision.up: GELU behind a 16-bit product goes with a bias"):
+        cuda_products.wide_linear("vision.up", x, torch.ones(8, 8), None, out=x, overlap=False, gelu=True)
 
 
 @pytest.mark.usefixtures("other_gpu")
@@ -219,6 +226,15 @@ def test_the_identity_says_how_products_are_multiplied(monkeypatch: pytest.Monke
     assert kernel_identity(parts[2:], "reference") == "reference"
     monkeypatch.setattr(cuda_plan, "full_text", lambda source: source.name)
     assert kernel_identity(parts, "reference") != plain
+
+
+def test_the_identity_says_who_multiplies_16_bits_and_with_what_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (KernelReport("vision", FUSED),)
+    found = {kernel_identity(parts, "reference")}
+    monkeypatch.setattr(cuda_products, "OWN_WIDE", frozenset({"vision.up"}))
+    found.add(kernel_identity(parts, "reference"))
+    monkeypatch.setattr(padding, "MULTIPLE", 64)
+    assert len(found | {kernel_identity(parts, "reference")}) == 3
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from flashrt_ros.ops.cuda import rows as kernels
 from flashrt_ros.ops.cuda.errors import KernelError
 from flashrt_ros.ops.cuda.gemm import CODES, Behind
 from flashrt_ros.ops.cuda.rows import Quantiser
-from flashrt_ros.policies.pi05 import Pi05Policy, cuda_stages
+from flashrt_ros.policies.pi05 import Pi05Policy, cuda_plan, cuda_stages
 from flashrt_ros.policies.pi05 import policy as policy_module
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.cuda_attention import IMAGE
@@ -185,11 +185,19 @@ def value_of(weight: Tensor) -> Tensor:
     return weight.codes if isinstance(weight, PackedWeight) else weight
 
 
-def test_a_gpu_with_fused_stages_gets_room() -> None:
+def test_a_gpu_with_fused_stages_gets_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Pi05Config = small_policy().config
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(cuda_plan, "unsuited", lambda *_: "")
     found = [
         policy_module.pads(dataclasses.replace(config, fused=fused), torch.device(device))
         for device in ("cuda", "cpu")
         for fused in (True, False)
     ]
     assert found == [True, False, False, False]
+
+
+def test_a_gpu_whose_references_multiply_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Pi05Config = small_policy().config
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))
+    assert not policy_module.pads(dataclasses.replace(config, fused=True), torch.device("cuda"))
