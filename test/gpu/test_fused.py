@@ -14,9 +14,12 @@ from flashrt_ros.ops.cuda import rows as kernels
 from flashrt_ros.ops.cuda.errors import KernelError
 from flashrt_ros.ops.cuda.expert import ExpertKernel, ShiftTables
 from flashrt_ros.ops.report import KernelReport
+from flashrt_ros.policies.pi05 import cuda_products
 from flashrt_ros.policies.pi05.cuda_attention import IMAGE, LIBRARY, PREFIX
-from flashrt_ros.policies.pi05.cuda_plan import FUSED, GATE_UP, PARTS, SEPARATE, ChosenStages, choose_stages
+from flashrt_ros.policies.pi05.cuda_plan import PARTS, ChosenStages, choose_stages
+from flashrt_ros.policies.pi05.cuda_products import CUBLASLT
 from flashrt_ros.policies.pi05.cuda_stages import CudaStages
+from flashrt_ros.policies.pi05.cuda_tiers import FUSED, GATE_UP, WIDE_VISION
 from flashrt_ros.policies.pi05.sites import change_sites
 from flashrt_ros.policies.pi05.stages import Pi05Stages
 from flashrt_ros.policies.pi05.weights import Pi05Weights
@@ -36,7 +39,7 @@ def test_every_part_is_fused_and_as_close_to_float32_as_the_reference(chunk: int
     found = {report.op: report.kernel for report in reports}
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     assert found == dict.fromkeys((*PARTS, IMAGE), FUSED) | {
-        GATE_UP: FUSED if is_hopper else SEPARATE,
+        GATE_UP: FUSED if is_hopper else CUBLASLT,
         PREFIX: FUSED if is_hopper else LIBRARY,
     }
     for seed, tokens in ((1, 190), (2, 33), (3, 200)):
@@ -174,7 +177,7 @@ def test_a_part_that_fails_its_self_test_runs_as_reference(monkeypatch: pytest.M
     made = model()
     stages, reports = chosen(made, fused_gate_up=False)
     assert {r.op: r.kernel for r in reports} == {
-        "vision": FUSED, "prefix": "reference", "expert": FUSED, GATE_UP: SEPARATE, IMAGE: FUSED,
+        "vision": FUSED, "prefix": "reference", "expert": FUSED, GATE_UP: CUBLASLT, IMAGE: FUSED,
     }  # fmt: skip
     assert reports[1].fallback
     assert "self-test" in reports[1].reason
@@ -192,7 +195,7 @@ def test_a_wrong_product_of_gate_and_up_is_replaced_by_separate_kernels(monkeypa
     stages, reports = chosen(made)
     found = {report.op: report for report in reports}
     assert [found[op].kernel for op in (*PARTS, PREFIX)] == [FUSED] * 4
-    assert found[GATE_UP].kernel == SEPARATE
+    assert found[GATE_UP].kernel == CUBLASLT
     assert "self-test" in found[GATE_UP].reason
     separate = chosen(made, fused_gate_up=False)[0]
     assert torch.equal(decide(stages, made)["prefix"], decide(separate, made)["prefix"])
@@ -218,6 +221,23 @@ def test_a_wrong_attention_is_replaced_by_pytorchs(monkeypatch: pytest.MonkeyPat
     plain = chosen(made, fused_attention=False, fused_gate_up=not also_gate_up)[0]
     got, expected = decide(stages, made), decide(plain, made)
     assert all(torch.equal(got[part], expected[part]) for part in PARTS)
+
+
+def test_wrong_16_bit_products_of_vision_are_replaced_by_cublaslts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, **_: object) -> None:
+        out.zero_()
+
+    monkeypatch.setattr(gemm, "unsuited", lambda _: "")
+    monkeypatch.setattr(gemm, "product", wrong)
+    made = model()
+    stages, reports = chosen(made, fused_gate_up=False)
+    found = {report.op: report for report in reports}
+    assert [found[op].kernel for op in (*PARTS, IMAGE)] == [FUSED] * 4
+    assert found[WIDE_VISION].kernel == CUBLASLT
+    assert "self-test" in found[WIDE_VISION].reason
+    monkeypatch.setattr(cuda_products, "OWN_WIDE", frozenset())
+    plain = chosen(made, fused_gate_up=False)[0]
+    assert torch.equal(decide(stages, made)["vision"], decide(plain, made)["vision"])
 
 
 def test_attentions_can_be_left_to_pytorch() -> None:

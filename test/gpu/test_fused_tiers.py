@@ -18,7 +18,7 @@ from flashrt_ros.ops.cuda.rows import Quantiser
 from flashrt_ros.ops.report import KernelReport
 from flashrt_ros.policies.pi05.cuda_attention import IMAGE
 from flashrt_ros.policies.pi05.cuda_attention import PREFIX as ATTENTION
-from flashrt_ros.policies.pi05.cuda_plan import FUSED, GATE_UP, LARGEST_DISTANCE, ChosenStages, choose_stages
+from flashrt_ros.policies.pi05.cuda_plan import LARGEST_DISTANCE, ChosenStages, choose_stages
 from flashrt_ros.policies.pi05.cuda_products import (
     DECODED_ONCE,
     IN_REGISTERS,
@@ -29,6 +29,7 @@ from flashrt_ros.policies.pi05.cuda_products import (
     as_codes,
     quantised,
 )
+from flashrt_ros.policies.pi05.cuda_tiers import FUSED, GATE_UP
 from flashrt_ros.policies.pi05.stages import Pi05Stages
 from flashrt_ros.precision.ops import packed_linear, tier_ops
 from flashrt_ros.precision.packed import PackedWeight

@@ -19,14 +19,11 @@ from ...ops.report import KernelReport
 from ...ops.shapes import ShapeError
 from . import cuda_products
 from .config import Pi05Config
-from .cuda_attention import IMAGE, PREFIX
-from .cuda_tiers import TierStages
+from .cuda_tiers import FUSED, TierStages
 from .plan import image_buffer
 from .stages import Pi05Stages
 from .weights import Pi05Weights
 
-FUSED = "fused"
-GATE_UP, SEPARATE = "gate_up", "cublaslt"  # a step of the prefix that is reported by itself, and its other way to run
 PARTS = {"vision": "prefix_residual", "prefix": "key_value", "expert": "actions"}  # part → the buffer that it leaves
 LARGEST_DISTANCE = 0.1  # relative; two correct bfloat16 pipelines of this depth lie 0.02 apart, a wrong one above 0.5
 LARGEST_OF_CODES = 0.3
@@ -164,53 +161,36 @@ def _probe(
             rows, allowed = _rows(part, config, variant), LARGEST_OF_CODES if part in narrow else LARGEST_DISTANCE
             return _compare(part, fused.parts()[part], reference.parts()[part], arena, variant, rows, allowed)
 
-        vision = compare("vision")
-        if vision.fallback and fused.attentions.is_own(IMAGE):
-            fused.attentions.choose(IMAGE, vision.reason)
-            vision = compare("vision")
-        prefix = _probe_prefix(fused, arena, compare)
-        return vision, prefix, compare("expert"), *_gate_up_report(fused)
+        vision = with_less(fused.optional_of_vision(), fused.leave_out, lambda: compare("vision"))
+        entered = arena["prefix_residual"].clone()
+
+        def prefix() -> KernelReport:
+            arena["prefix_residual"].copy_(entered)
+            return compare("prefix")
+
+        found = vision, with_less(fused.optional_of_prefix(), fused.leave_out, prefix), compare("expert")
+        return *found, *fused.step_reports()
 
 
-def _probe_prefix(fused: TierStages, arena: Arena, compare: Callable[[str], KernelReport]) -> KernelReport:
-    """The prefix with as little left out as makes it agree with its reference."""
-    entered = arena["prefix_residual"].clone()
-    whole = compare("prefix")
-    optional = _optional_steps(fused) if whole.fallback else ()
-    for left_out in _choices(optional):
+def with_less(
+    optional: tuple[str, ...], leave_out: Callable[[str, str], None], compare: Callable[[], KernelReport]
+) -> KernelReport:
+    """What `compare` says of a part with as little left out as makes it agree with its reference: nothing, one of its
+    optional steps, or all of them. If that does not help either, what it said of the whole.
+
+    Args:
+        leave_out: is called with a step and the reason why it is left out; empty: it is not.
+    """
+    whole = compare()
+    if not whole.fallback:
+        return whole
+    for left_out in (*((step,) for step in optional), *((optional,) if len(optional) > 1 else ())):
         for step in optional:
-            _leave_out(fused, step, whole.reason if step in left_out else "")
-        arena["prefix_residual"].copy_(entered)
-        found = compare("prefix")
+            leave_out(step, whole.reason if step in left_out else "")
+        found = compare()
         if not found.fallback:
             return found
     return whole
-
-
-def _optional_steps(stages: TierStages) -> tuple[str, ...]:
-    """What can be left out of the fused prefix."""
-    attention = (PREFIX,) if stages.attentions.is_own(PREFIX) else ()
-    return (*attention, GATE_UP) if stages.fuses_gate_up and stages.has_wide_prefix else attention
-
-
-def _choices(steps: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """What to leave out of a prefix that does not agree with its reference: each step by itself, then all."""
-    return *((step,) for step in steps), *((steps,) if len(steps) > 1 else ())
-
-
-def _leave_out(stages: TierStages, step: str, reason: str) -> None:
-    """Of the prefix, for that reason; the step is fused if it is empty."""
-    if step == PREFIX:
-        stages.attentions.choose(PREFIX, reason)
-    else:
-        stages.choose_gate_up(reason)
-
-
-def _gate_up_report(stages: TierStages) -> tuple[KernelReport, ...]:
-    """Of the 16-bit layers, if there are any."""
-    if not stages.has_wide_prefix:
-        return ()
-    return (KernelReport(GATE_UP, FUSED if stages.fuses_gate_up else SEPARATE, reason=stages.gate_up_reason),)
 
 
 def _fill(arena: Arena, config: Pi05Config, bucket: int) -> None:

@@ -30,8 +30,8 @@ from ...precision.packed import PackedWeight
 # and K is long, but each is written and read once more. Measured on an H200 at 512 and 712 rows, norm included
 # (docs/performance.md); the height of a tile follows from them (`gemm.tile_rows`).
 PARTS_OF_K = {"vision.down": 3, "prefix.down": 4}
-# 16-bit sites that the own kernel multiplies, as measured in whole stages on an H200 (docs/performance.md): it begins
-# beside the kernel in front, which cuBLASLt's do not.
+# 16-bit sites of vision that the own kernel multiplies, as measured in whole stages on an H200 (docs/performance.md):
+# it begins beside the kernel in front, which cuBLASLt's do not.
 OWN_WIDE = frozenset({"vision.output", "vision.qkv"})
 CUBLASLT, CUBLASLT_FP8, OWN_FP8, DECODED = "cublaslt", "cublaslt_fp8", "fp8", "decoded"  # what a report says
 OWN_BF16 = "bf16"
@@ -57,7 +57,7 @@ def product_of(site: str, weight: Tensor, bias: Tensor | None, *, overlap: bool)
         KernelError: this GPU has no kernel for the site's formats; the message names the site.
     """
     if not isinstance(weight, PackedWeight):
-        return WideProduct(weight, bias, overlap, kind_of(site))
+        return WideProduct(weight, bias, overlap, is_own(kind_of(site), weight.device))
     kind, formats = kind_of(site), f"{weight.format} x {weight.activation}"
     unsuited = gemm.unsuited(weight.device)
     if weight.activation == "nvfp4":
@@ -79,17 +79,22 @@ def is_own(kind: str, device: torch.device) -> bool:
     return kind in OWN_WIDE and not gemm.unsuited(device)
 
 
+def owns_any(device: torch.device) -> bool:
+    """Whether the own kernel multiplies some 16-bit site."""
+    return bool(OWN_WIDE) and not gemm.unsuited(device)
+
+
 def wide_linear(
-    kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor, overlap: bool, gelu: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor, own: bool, overlap: bool, gelu: bool = False
 ) -> None:
     """out = x @ weight.T + bias of 16-bit operands, and gelu_tanh of it, with the float sums rounded once.
 
     Args:
-        kind: part and product, such as "vision.down"; it decides who multiplies.
         x: bf16[rows, inputs].
         weight: bf16[outputs, inputs].
         bias: bf16[outputs].
         out: bf16[rows, outputs].
+        own: by the own kernel, otherwise by cuBLASLt.
         overlap: programmatic overlap of the launch, where the own kernel multiplies.
         gelu: with a bias only.
 
@@ -97,8 +102,8 @@ def wide_linear(
         KernelError: `gelu` without a bias.
     """
     if gelu and bias is None:
-        raise KernelError(f"{kind}: GELU behind a 16-bit product goes with a bias")
-    if is_own(kind, x.device):
+        raise KernelError("GELU behind a 16-bit product goes with a bias")
+    if own:
         gemm.product(x, weight, out=out, behind=Behind(bias=bias, gelu=gelu), overlap=overlap)
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -147,21 +152,21 @@ class Product:
 
 
 class WideProduct(Product):
-    """16-bit operands, through cuBLASLt or the own kernel. `kind` as for `wide_linear`."""
+    """16-bit operands, through cuBLASLt or the own kernel."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, overlap: bool, kind: str) -> None:
-        super().__init__(weight, bias, overlap, OWN_BF16 if is_own(kind, weight.device) else CUBLASLT)
-        self._kind = kind
+    def __init__(self, weight: Tensor, bias: Tensor | None, overlap: bool, own: bool) -> None:
+        super().__init__(weight, bias, overlap, OWN_BF16 if own else CUBLASLT)
+        self._own = own
 
     def linear(self, x: Tensor, out: Tensor, spare: Tensor) -> None:
         """See `Product`."""
-        wide_linear(self._kind, x, self.weight, self.bias, out=out, overlap=self.overlap)
+        wide_linear(x, self.weight, self.bias, out=out, own=self._own, overlap=self.overlap)
 
     def gelu(self, x: Tensor, hidden: Tensor, spare: Tensor, then: Quantiser | None) -> Tensor:
         """See `Product`."""
         if self.bias is None:
             return super().gelu(x, hidden, spare, then)
-        wide_linear(self._kind, x, self.weight, self.bias, out=hidden, overlap=self.overlap, gelu=True)
+        wide_linear(x, self.weight, self.bias, out=hidden, own=self._own, overlap=self.overlap, gelu=True)
         return quantised(hidden, then, self.overlap)
 
 

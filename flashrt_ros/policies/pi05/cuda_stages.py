@@ -26,7 +26,7 @@ from ...precision.packed import PackedWeight
 from .config import Pi05Config
 from .cuda_attention import Attentions
 from .cuda_expert import pack_expert
-from .cuda_products import wide_linear
+from .cuda_products import is_own, wide_linear
 from .plan import image_buffer
 from .stages import Pi05Stages
 from .weights import Dense, ExpertWeights, Pi05Weights, VisionLayer
@@ -51,6 +51,8 @@ class CudaStages(Pi05Stages):
     """GeGLU is inside its product."""
     gate_up_reason: str = ""
     """Why GeGLU is not inside its product although it was asked for."""
+    wide_reason: str = ""
+    """Why the own kernel multiplies nothing in vision's 16-bit layers, although it would (`OWN_WIDE`)."""
 
     def __init__(
         self,
@@ -103,6 +105,10 @@ class CudaStages(Pi05Stages):
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # whoever captures may do so on another one
 
+    def choose_wide(self, reason: str) -> None:
+        """From now on cuBLASLt alone multiplies vision's 16-bit layers, for that reason; not alone if it is empty."""
+        self.wide_reason = reason
+
     def choose_gate_up(self, reason: str) -> None:
         """From now on cuBLASLt multiplies, and GeGLU is a kernel of its own, for that reason; fused if it is empty."""
         self.fuses_gate_up, self.gate_up_reason = not reason, reason
@@ -143,7 +149,8 @@ class CudaStages(Pi05Stages):
         return added
 
     def _linear(self, kind: str, x: Tensor, dense: Dense, out: Tensor, *, gelu: bool = False) -> None:
-        wide_linear(kind, x, dense.weight, dense.bias, out=out, overlap=self._overlap, gelu=gelu)
+        own = not self.wide_reason and is_own(kind, self._device)
+        wide_linear(x, dense.weight, dense.bias, out=out, own=own, overlap=self._overlap, gelu=gelu)
 
     def _layer_norm(self, arena: Arena, norm: Dense, branch: Tensor | None) -> None:
         kernels.layer_norm(
@@ -181,7 +188,7 @@ class CudaStages(Pi05Stages):
             arena[f"prefix_{name}"][:rows] for name in ("residual", "qkv", "hidden", "normed")
         )
         query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
-        wide_linear("prefix.qkv", residual, layer.qkv, None, out=qkv, overlap=self._overlap)
+        torch.mm(residual, layer.qkv.t(), out=qkv)
         self._write_qkv(arena, qkv, query, key, value)
         mixed = self.attentions.prefix(query, key, value, arena["prefix_rows"], spare)
         residual.addmm_(mixed, layer.output.t())

@@ -18,10 +18,14 @@ from ...ops.cuda.errors import KernelError
 from ...ops.report import KernelReport
 from ...precision.packed import PackedWeight
 from .config import Pi05Config
+from .cuda_attention import IMAGE, PREFIX
 from .cuda_expert import expert_reports
-from .cuda_products import Product, as_codes, kind_of, product_of
+from .cuda_products import CUBLASLT, Product, as_codes, kind_of, owns_any, product_of
 from .cuda_stages import Arena, CudaStages
 from .weights import Dense, GemmaLayer, Pi05Weights, VisionLayer
+
+FUSED = "fused"  # what a report says
+GATE_UP, WIDE_VISION = "gate_up", "vision.wide"  # steps of 16-bit layers that a library can do too
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,32 @@ class TierStages(CudaStages):
         self._prefix = _or_error(self._prefix_products)
         self.has_wide_prefix = isinstance(self._prefix, PartProducts) and None in self._prefix.layers
         """A layer of the prefix runs as in 16-bit, and so does its product of gate and up."""
+
+    def optional_of_vision(self) -> tuple[str, ...]:
+        """Steps that may be left out of the fused vision, see `leave_out`."""
+        attention = (IMAGE,) if self.attentions.is_own(IMAGE) else ()
+        wide = isinstance(self._vision, PartProducts) and None in self._vision.layers
+        return (*attention, WIDE_VISION) if wide and owns_any(self._device) else attention
+
+    def optional_of_prefix(self) -> tuple[str, ...]:
+        """Steps that may be left out of the fused prefix."""
+        attention = (PREFIX,) if self.attentions.is_own(PREFIX) else ()
+        return (*attention, GATE_UP) if self.fuses_gate_up and self.has_wide_prefix else attention
+
+    def leave_out(self, step: str, reason: str) -> None:
+        """Let a library do that step, for that reason; if it is empty, the own kernel."""
+        if step == GATE_UP:
+            self.choose_gate_up(reason)
+        elif step == WIDE_VISION:
+            self.choose_wide(reason)
+        else:
+            self.attentions.choose(step, reason)
+
+    def step_reports(self) -> tuple[KernelReport, ...]:
+        """Of the 16-bit layers: the prefix's gate and up, if there are any, and what was left out of vision."""
+        gate_up = KernelReport(GATE_UP, FUSED if self.fuses_gate_up else CUBLASLT, reason=self.gate_up_reason)
+        vision = KernelReport(WIDE_VISION, CUBLASLT, reason=self.wide_reason)
+        return *((gate_up,) if self.has_wide_prefix else ()), *((vision,) if self.wide_reason else ())
 
     def product_reports(self) -> tuple[KernelReport, ...]:
         """How the products of each kind are multiplied, where not all of a part is 16-bit."""

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from flashrt_ros.ops.report import KernelReport
 from flashrt_ros.policies.pi05.config import Pi05Config
-from flashrt_ros.policies.pi05.cuda_plan import unsuited
+from flashrt_ros.policies.pi05.cuda_plan import unsuited, with_less
 
 NAMES = ("a", "b")
 CONFIG = Pi05Config(views=("left", "right"), state_names=NAMES, action_names=NAMES, chunk=10)
@@ -36,3 +37,31 @@ def test_another_size_is_refused_with_the_reason(change: dict[str, object], reas
 
 def test_an_old_gpu_is_refused() -> None:
     assert unsuited(CONFIG, (8, 7)) == "fused kernels need compute capability 9.0, this GPU has 8.7"
+
+
+@pytest.mark.parametrize(
+    ("broken", "left_out"),
+    [
+        (set(), set()), ({"attention"}, {"attention"}), ({"products"}, {"products"}),
+        ({"attention", "products"}, {"attention", "products"}),
+    ],
+)  # fmt: skip
+def test_as_little_as_possible_is_left_out_of_a_part(broken: set[str], left_out: set[str]) -> None:
+    reasons = {"attention": "", "products": ""}
+
+    def compare() -> KernelReport:
+        wrong = [step for step in broken if not reasons[step]]
+        return KernelReport("vision", reason="far away" if wrong else "")
+
+    report = with_less(tuple(reasons), reasons.__setitem__, compare)
+    assert not report.fallback
+    assert {step for step, reason in reasons.items() if reason} == left_out
+    assert {reason for reason in reasons.values() if reason} <= {"far away"}
+
+
+def test_a_part_that_disagrees_without_any_step_is_refused_for_its_first_reason() -> None:
+    told = iter(["first", "second", "third", "fourth", "fifth"])
+    report = with_less(("a", "b"), lambda *_: None, lambda: KernelReport("prefix", reason=next(told)))
+    assert report.reason == "first"
+    assert next(told) == "fifth"  # the whole, each of two steps, both
+    assert with_less((), lambda *_: None, lambda: KernelReport("prefix", reason="no")).reason == "no"

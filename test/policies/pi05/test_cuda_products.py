@@ -16,7 +16,7 @@ from flashrt_ros.ops.cuda.gemm import CODES
 from flashrt_ros.ops.cuda.rows import Quantiser
 from flashrt_ros.ops.report import KernelReport
 from flashrt_ros.policies.pi05 import cuda_plan, cuda_products
-from flashrt_ros.policies.pi05.cuda_plan import FUSED, kernel_identity
+from flashrt_ros.policies.pi05.cuda_plan import kernel_identity
 from flashrt_ros.policies.pi05.cuda_products import (
     PARTS_OF_K,
     CodesProduct,
@@ -29,6 +29,7 @@ from flashrt_ros.policies.pi05.cuda_products import (
     kind_of,
     product_of,
 )
+from flashrt_ros.policies.pi05.cuda_tiers import FUSED
 from flashrt_ros.precision import e4m3
 from flashrt_ros.precision.nvfp4 import Nvfp4
 from flashrt_ros.precision.packed import PackedWeight
@@ -121,8 +122,8 @@ def test_16_bit_sites_of_the_table_go_to_the_own_kernel(monkeypatch: pytest.Monk
 
 def test_gelu_behind_a_16_bit_product_without_a_bias_is_refused() -> None:
     x = torch.ones(2, 8)
-    with pytest.raises(KernelError, match="vision.up: GELU behind a 16-bit product goes with a bias"):
-        cuda_products.wide_linear("vision.up", x, torch.ones(8, 8), None, out=x, overlap=False, gelu=True)
+    with pytest.raises(KernelError, match="GELU behind a 16-bit product goes with a bias"):
+        cuda_products.wide_linear(x, torch.ones(8, 8), None, out=x, own=False, overlap=False, gelu=True)
 
 
 @pytest.mark.usefixtures("other_gpu")

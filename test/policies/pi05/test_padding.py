@@ -24,7 +24,7 @@ from flashrt_ros.policies.pi05 import policy as policy_module
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.cuda_attention import IMAGE
 from flashrt_ros.policies.pi05.cuda_products import as_codes
-from flashrt_ros.policies.pi05.cuda_tiers import TierStages
+from flashrt_ros.policies.pi05.cuda_tiers import WIDE_VISION, TierStages
 from flashrt_ros.policies.pi05.plan import image_buffer
 from flashrt_ros.policies.pi05.stages import Pi05Stages
 from flashrt_ros.policies.pi05.tiers import tier_key
@@ -68,7 +68,7 @@ def narrow(folder: Path, weight: str) -> dict[str, Any]:
 # -- the fused stages, with what their kernels compute -----------------------------------------------------------------
 
 
-def product(x: Tensor, weight: Tensor, *, out: Tensor, behind: Behind, join: int = 1, overlap: bool = False) -> None:
+def product(x: Tensor, weight: Tensor, *, out: Tensor, behind: Behind, overlap: bool = False) -> None:
     result = x.double() @ weight.double().t()
     result = result if behind.factor is None else result * behind.factor
     result = result if behind.bias is None else result + behind.bias
@@ -179,6 +179,28 @@ def test_only_memory_differs(weight: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert torch.equal(*rows)
         assert [matrix.stride(0) for matrix in rows] == [HIDDEN, PADDED]
     assert torch.equal(roomy.weights.vision.patch, plain.weights.vision.patch)
+
+
+@pytest.mark.usefixtures("padded", "on_a_cpu")
+def test_vision_runs_without_the_own_products_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KernelError("does not compile")
+
+    policy = small_policy(**WIDTHS)
+    stages = TierStages(policy.config, policy.weights, reference_ops(), fused_gate_up=False)
+    stages.attentions.choose(IMAGE, "there is no GPU")
+    assert stages.optional_of_vision() == (WIDE_VISION,)
+    assert WIDE_VISION not in [report.op for report in stages.step_reports()]
+    expected = image_rows(policy, stages)
+    monkeypatch.setattr(gemm, "product", broken)
+    with pytest.raises(KernelError, match="does not compile"):
+        image_rows(policy, stages)
+    stages.leave_out(WIDE_VISION, "does not compile")
+    assert float((image_rows(policy, stages) - expected).norm() / expected.norm()) < 0.02
+    assert "vision.wide: cublaslt (does not compile)" in [str(report) for report in stages.step_reports()]
+    stages.leave_out(WIDE_VISION, "")
+    with pytest.raises(KernelError, match="does not compile"):
+        image_rows(policy, stages)
 
 
 def value_of(weight: Tensor) -> Tensor:
