@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds (default: 10)")
     parser.add_argument("--calls", type=int, default=100, help="timed calls of a round, at most (default: 100)")
     parser.add_argument("--turn-seconds", type=float, default=1.0, help="of a slow candidate's turn (default: 1)")
+    parser.add_argument(
+        "--rate", type=_rate, metavar="HZ", help="also time 1000 calls and replays that begin at this rate, by turns"
+    )
     parser.add_argument("--parity", type=Path, help="report of `flashrt verify` to put into the result")
     parser.add_argument("--out", type=Path, help="result file; objects of the same configurations are replaced")
 
@@ -73,6 +76,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _rate(text: str) -> float:
+    """Calls a second."""
+    try:
+        hz = float(text)
+    except ValueError:
+        hz = 0.0
+    if not 0 < hz <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; give calls a second, more than 0 and at most 1000")
+    return hz
+
+
 def _tiers(text: str) -> list[tuple[str, Path]]:
     """ "8-bit=a.safetensors,mine.yaml=b.safetensors" as (tier, calibration) pairs."""
     pairs = [part.partition("=") for part in text.split(",")]
@@ -96,7 +110,7 @@ def _each(args: argparse.Namespace, settings: dict[str, Any]) -> list[dict[str, 
 def _options(args: argparse.Namespace) -> Options:
     from ..measure.pi05.baselines import BASELINES
     from ..measure.pi05.bench import Options
-    from ..measure.rounds import Schedule
+    from ..measure.rounds import Pace, Schedule
 
     names = {"none": (), "all": BASELINES}.get(args.baselines, tuple(args.baselines.split(",")))
     for name in names:
@@ -104,7 +118,8 @@ def _options(args: argparse.Namespace) -> Options:
             raise CommandError(f"unknown baseline '{name}'; there are: {', '.join(BASELINES)}")
     parity: Mapping[str, Any] | None = read_report(args.parity) if args.parity else None
     schedule = Schedule(rounds=args.rounds, calls=args.calls, turn_s=args.turn_seconds)
-    return Options(args.device, schedule, names, args.mechanisms, parity, args.load)
+    pace = Pace(args.rate) if args.rate else None
+    return Options(args.device, schedule, names, args.mechanisms, parity, args.load, pace)
 
 
 def _save(path: Path | None, results: list[dict[str, Any]]) -> None:
@@ -139,12 +154,23 @@ def summary(results: list[dict[str, Any]]) -> str:
             parts.append(table((_name(r), "ms", "times ours", "kernels", "cosine"), [*beside, *pairs]))
         parts += [f"{name} off / on: not timed, {reason}" for name, reason in r["pairs_missing"].items()]
         parts.append(table((_name(r), "µs"), list(r["call_parts_us"].items())))
+        if r["at_rate"]:
+            parts.append(_rate_text(r["at_rate"]))
         if r["load_s"]:
             parts.append(_load_text(r["load_s"]))
         if r["gpu"]:
             power, clock = r["gpu"].get("power_w", {}), r["gpu"].get("sm_mhz", {})
             parts.append(f"GPU: median {power.get('median')} W (max {power.get('max')}), {clock.get('median')} MHz")
     return "\n\n".join(parts)
+
+
+def _rate_text(paced: Mapping[str, Any]) -> str:
+    """What a robot sees that asks at a fixed rate."""
+    from ..measure.tables import table
+
+    rows = [(name, *paced[f"{name}_ms"].values(), paced["p99_over_p50"][name]) for name in ("replay", "call")]
+    text = table((f"ms, at {paced['hz']:g} Hz", "p50", "p95", "p99", "p99 / p50"), rows)
+    return f"{text}\n{paced['calls_timed']} of each, {paced['late']} late"
 
 
 def _load_text(load: Mapping[str, Any]) -> str:

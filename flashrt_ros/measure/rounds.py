@@ -1,4 +1,4 @@
-"""Timing several candidates fairly: in interleaved rounds, after a fixed warm-up, in one process."""
+"""Timing several candidates fairly, in one process: in interleaved rounds, or at the rate of a robot."""
 
 from __future__ import annotations
 
@@ -79,6 +79,49 @@ def measure(candidates: Sequence[Candidate], schedule: Schedule, device: torch.d
                 if number >= schedule.discarded:
                     _record(samples[candidate.name], candidate, times)
     return samples
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Calls that begin at a fixed rate, with the device idle in between, as a robot makes them.
+
+    Attributes:
+        hz: calls a second, of all candidates together, which take turns.
+        calls: timed calls of each candidate.
+        discarded: calls of each at the beginning that don't count.
+    """
+
+    hz: float
+    calls: int = 1000
+    discarded: int = 20
+
+    def describe(self) -> str:
+        """The rule in words, for the result."""
+        return (
+            f"{self.hz:g} calls a second, of each candidate in turn: {self.calls} timed ones behind {self.discarded} "
+            "that are discarded. A call that is due before the one in front of it has ended begins late, right then."
+        )
+
+
+def measure_at_rate(
+    candidates: Sequence[Candidate], pace: Pace, device: torch.device
+) -> tuple[dict[str, Samples], int]:
+    """Samples by the candidates' names, and how many calls were late."""
+    samples = {candidate.name: Samples(laps={lap: [] for lap in candidate.laps}) for candidate in candidates}
+    due, late = time.perf_counter(), 0
+    for number in range(pace.discarded + pace.calls):
+        for candidate in candidates:
+            due += 1 / pace.hz
+            ahead = due - time.perf_counter()
+            if ahead > 0:
+                time.sleep(ahead)
+            elif number >= pace.discarded:
+                late += 1
+            due = max(due, time.perf_counter())
+            times = _timed(candidate, device)
+            if number >= pace.discarded:
+                _record(samples[candidate.name], candidate, times)
+    return samples, late
 
 
 def _warm_up(candidate: Candidate, schedule: Schedule, device: torch.device) -> int:

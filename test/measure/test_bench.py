@@ -18,7 +18,7 @@ from flashrt_ros.measure.pi05.bench import Options, bench
 from flashrt_ros.measure.pi05.result import merged, parity_summary
 from flashrt_ros.measure.pi05.starts import starts
 from flashrt_ros.measure.pi05.subject import CALL_PARTS, STARTS, Case, Subject
-from flashrt_ros.measure.rounds import Schedule
+from flashrt_ros.measure.rounds import Pace, Schedule
 from test.measure.tiny import SIZES, pictures, settings
 
 SCHEDULE = Schedule(rounds=2, calls=2, turn_s=0.1, fewest=2, warm_up_s=0.0, warm_up_calls=1, discarded=1)
@@ -31,7 +31,9 @@ def quiet(text: str) -> None:
 @pytest.fixture(scope="module")
 def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     case = Case(views=2, chunk=4, tokens=111).settings(settings(folder), tmp_path_factory.mktemp("cut") / "c")
-    return bench(case, Options("cpu", SCHEDULE, (PLAIN_GRAPH,), mechanisms=True, load=True), pictures(), quiet)
+    pace = Pace(hz=100, calls=3, discarded=1)
+    options = Options("cpu", SCHEDULE, (PLAIN_GRAPH,), mechanisms=True, load=True, pace=pace)
+    return bench(case, options, pictures(), quiet)
 
 
 def test_the_configuration_is_the_one_asked_for(result: dict[str, Any]) -> None:
@@ -49,6 +51,17 @@ def test_every_field_of_the_result_file_is_there(result: dict[str, Any]) -> None
     fields = {"kernels", "baselines", "pairs", "parity", "roofline", "machine", "versions", "protocol"}
     assert fields <= set(result)
     assert json.loads(json.dumps(result)) == result
+
+
+def test_calls_at_a_fixed_rate_have_figures_of_their_own(result: dict[str, Any]) -> None:
+    paced = result["at_rate"]
+    assert (paced["hz"], paced["calls_timed"]) == (100, 3)
+    for name in ("replay", "call"):
+        assert paced["p99_over_p50"][name] == pytest.approx(
+            paced[f"{name}_ms"]["p99"] / paced[f"{name}_ms"]["p50"], rel=0.01
+        )
+    assert paced["call_ms"]["p50"] != result["call_ms"]["p50"]
+    assert "100 calls a second" in paced["protocol"]
 
 
 def test_the_parts_of_a_call_add_up_to_a_call(result: dict[str, Any]) -> None:
@@ -208,6 +221,13 @@ def test_mistakes_are_told_in_one_line(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("flashrt: ")
     assert message in error
+
+
+@pytest.mark.parametrize("rate", ["0", "-5", "1001", "nan", "often"])
+def test_a_rate_that_is_none_is_refused(rate: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "pi05", f"--rate={rate}"])
+    assert f"'{rate}' is no rate" in capsys.readouterr().err
 
 
 def test_lerobot_as_a_baseline_needs_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

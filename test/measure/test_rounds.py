@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from flashrt_ros.measure.rounds import Candidate, Schedule, measure
+from flashrt_ros.measure.rounds import Candidate, Pace, Schedule, measure, measure_at_rate
 
 CPU = torch.device("cpu")
 QUICK = Schedule(rounds=3, calls=2, turn_s=1.0, fewest=2, warm_up_s=0.0, warm_up_calls=2, discarded=1)
@@ -80,3 +80,32 @@ def test_the_rule_is_told_in_words() -> None:
     text = Schedule(rounds=7, calls=30).describe()
     assert "7 interleaved rounds" in text
     assert "30 calls" in text
+
+
+def test_at_a_rate_candidates_take_turns_and_begin_when_they_are_due() -> None:
+    order: list[str] = []
+    begun: list[float] = []
+
+    def note(name: str) -> None:
+        order.append(name)
+        begun.append(time.perf_counter())
+
+    candidates = [Candidate(name, lambda name=name: note(name)) for name in ("a", "b")]
+    samples, _ = measure_at_rate(candidates, Pace(hz=200, calls=3, discarded=1), CPU)
+    assert order == ["a", "b"] * 4
+    assert [len(samples[name].total) for name in ("a", "b")] == [3, 3]
+    assert begun[-1] - begun[0] >= 7 / 200 - 1e-3  # at their time, not one behind the other
+
+
+def test_what_takes_longer_than_the_rate_allows_is_counted_as_late_and_not_made_up_for() -> None:
+    begun: list[float] = []
+
+    def slow() -> None:
+        begun.append(time.perf_counter())
+        if len(begun) == 1:
+            time.sleep(0.1)
+
+    samples, late = measure_at_rate([Candidate("x", slow)], Pace(hz=50, calls=4, discarded=0), CPU)
+    assert late == 1
+    assert len(samples["x"].total) == 4
+    assert begun[-1] - begun[1] >= 2 / 50 - 1e-3  # no burst behind it

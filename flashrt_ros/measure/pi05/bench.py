@@ -16,12 +16,12 @@ from ..circumstances import now
 from ..errors import MeasureError
 from ..gpu import GpuWatch
 from ..parity import cosine
-from ..rounds import Candidate, Samples, Schedule, measure
+from ..rounds import Candidate, Pace, Samples, Schedule, measure, measure_at_rate
 from ..trace import figures, traced
 from .baselines import Baseline, Shared, baselines
 from .mechanisms import FEW, Mechanisms, mechanisms
 from .observations import Pixels
-from .result import Run, Timed, parity_summary, result_of, speedup_over, tier_name
+from .result import Run, Timed, at_rate, parity_summary, result_of, speedup_over, tier_name
 from .starts import starts
 from .subject import CALL_PARTS, Subject
 
@@ -31,7 +31,12 @@ _SAME = 0.99  # cosine below which a baseline computes something else
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured beside our own policy; `load`: two starts, with the cache of kernels cold and warm."""
+    """What is measured beside our own policy.
+
+    Attributes:
+        load: two starts, with the cache of kernels cold and warm.
+        pace: the first policy at a fixed rate too, after the rounds.
+    """
 
     device: str = "cpu"
     schedule: Schedule = field(default_factory=Schedule)
@@ -39,6 +44,7 @@ class Options:
     mechanisms: bool = False
     parity: Mapping[str, Any] | None = None
     load: bool = False
+    pace: Pace | None = None
 
 
 def bench(settings: Mapping[str, Any], options: Options, pictures: list[Pixels], say: Say) -> dict[str, Any]:
@@ -67,11 +73,12 @@ def bench_together(
         say(f"timing {len(candidates)} candidates in {options.schedule.rounds} rounds")
         with GpuWatch() as watch:
             samples = measure(candidates, options.schedule, device)
+        paced = _at_rate(timed[0].subject, options.pace, device, say)
         say("tracing kernels")
         timed = [replace(item, kernels=_kernels(item)) for item in timed]
         run = Run(options.schedule.describe(), tuple(item.tier for item in timed), options.device, watch.seen(), now())
         results = [result_of(item, _own_samples(item, samples), run) for item in timed]
-    results[0]["parity"] = parity_summary(options.parity)
+    results[0] |= {"parity": parity_summary(options.parity), "at_rate": paced}
     for result, seconds in zip(results, load_s, strict=True):
         result["load_s"] = seconds
     for result in results[1:]:
@@ -130,6 +137,16 @@ def _candidates(timed: Timed) -> list[Candidate]:
         *(Candidate(rival.name, rival.run, calls=FEW) for rival in timed.rivals),
     ]
     return [replace(candidate, name=_prefix(timed) + candidate.name) for candidate in own]
+
+
+def _at_rate(ours: Subject, pace: Pace | None, device: torch.device, say: Say) -> dict[str, Any] | None:
+    if pace is None:
+        return None
+    say(f"{pace.calls} calls and replays at {pace.hz:g} a second")
+    candidates = Candidate("call", ours.decide, on_host=True), Candidate("replay", ours.replay)
+    with GpuWatch() as watch:
+        samples, late = measure_at_rate(candidates, pace, device)
+    return at_rate(samples, pace, late, watch.seen())
 
 
 def _in_turns(groups: Sequence[Sequence[Candidate]]) -> list[Candidate]:

@@ -18,7 +18,7 @@ from ...precision.tier import load_tier
 from ..circumstances import machine, percentiles, significant, versions
 from ..devices import device_named
 from ..roofline import counted_as, floors, fractions
-from ..rounds import Samples
+from ..rounds import Pace, Samples
 from .baselines import Baseline
 from .mechanisms import Mechanisms
 from .subject import PARTS, Subject
@@ -120,6 +120,22 @@ def result_of(timed: Timed, samples: Mapping[str, Samples], run: Run) -> dict[st
         "versions": versions(),
         "protocol": f"{PROTOCOL} {run.schedule}",
         "load_s": None,
+        "at_rate": None,
+    }
+
+
+def at_rate(samples: Mapping[str, Samples], pace: Pace, late: int, gpu: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What calls and replays take that begin at a fixed rate, and what the GPU did meanwhile."""
+    replay, call = samples["replay"].total, samples["call"].total
+    return {
+        "hz": pace.hz,
+        "calls_timed": len(call),
+        "late": late,
+        "replay_ms": percentiles(replay),
+        "call_ms": percentiles(call),
+        "p99_over_p50": {"replay": _spread(replay), "call": _spread(call)},
+        "gpu": gpu,
+        "protocol": pace.describe(),
     }
 
 
