@@ -19,7 +19,7 @@ from ...ops.report import KernelReport
 from ...ops.shapes import ShapeError
 from . import cuda_products
 from .config import Pi05Config
-from .cuda_tiers import FUSED, TierStages
+from .cuda_tiers import FUSED, STEPS, TierStages
 from .plan import image_buffer
 from .stages import Pi05Stages
 from .weights import Pi05Weights
@@ -81,7 +81,7 @@ def choose_stages(
                 fused_attention=fused_attention,
             )  # fmt: skip
             reports = _probe(stages, reference, config, contract, device)
-            stages.refused = frozenset(report.op for report in reports if report.fallback)
+            stages.refused = frozenset(report.op for report in reports if report.op in PARTS and report.fallback)
             steps = (*stages.attentions.reports(), *stages.product_reports())
             return stages, (*reports, *(step for step in steps if step.op.split(".")[0] not in stages.refused))
         except KernelError as error:
@@ -169,7 +169,8 @@ def _probe(
             return compare("prefix")
 
         found = vision, with_less(fused.optional_of_prefix(), fused.leave_out, prefix), compare("expert")
-        return *found, *fused.step_reports()
+        refused = {report.op for report in found if report.fallback}
+        return *found, *(step for step in fused.step_reports() if STEPS[step.op] not in refused)
 
 
 def with_less(

@@ -26,6 +26,7 @@ from .weights import Dense, GemmaLayer, Pi05Weights, VisionLayer
 
 FUSED = "fused"  # what a report says
 GATE_UP, WIDE_VISION = "gate_up", "vision.wide"  # steps of 16-bit layers that a library can do too
+STEPS = {GATE_UP: "prefix", WIDE_VISION: "vision"}  # step → the part that it is of
 
 
 @dataclass(frozen=True)
