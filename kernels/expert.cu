@@ -1,28 +1,29 @@
 // The action expert over a few rows, as one resident grid: all steps and layers, or any range of their phases.
 //
 // A step is: enter | (project, attend, output, gate_up, down) x layers | leave. The grid consists of clusters of eight
-// blocks. A cluster computes some outputs of a product, each of its blocks with an eighth of the inputs; the parts meet in
-// the shared memory of the block that owns the output. So a block reads an eighth of the rows only, and a phase ends with
-// one exchange inside the cluster and one between clusters (see grid.cuh), neither of which needs a flag in front of the
-// reader; one fence a layer is for the resets behind them. The weights depend on nothing: one producer thread a block
-// streams them through a ring in shared memory, across phases, layers and steps. Launching the phases one by one computes
-// the same bits, and so does any number of clusters.
+// blocks. A cluster computes some outputs of a product, each of its blocks with an eighth of the inputs; the parts meet
+// in the shared memory of the block that owns the output. So a block reads an eighth of the rows only, and a phase ends
+// with one exchange inside the cluster and one between clusters (see grid.cuh), neither of which needs a flag in front
+// of the reader; one fence a layer is for the resets behind them. The weights depend on nothing: a producer thread
+// of each block streams them through a ring in shared memory, across phases, layers and steps. While a block waits for
+// rows, its warps work out addresses, and with few rows they take the first weights into registers. Launching the
+// phases one by one computes the same bits, and so does any number of clusters.
 //
 // The residual stays in float, in registers: every cluster has all of it, and adds the same sums in the same order. The
-// adaptive norm rides on the product behind it: the operands are x * (1 + scale), the row's 1 / rms is applied to the sum,
-// and what the shift gives behind the product is in a table, as it depends on weights and step alone.
+// adaptive norm rides on the product behind it: the operands are x * (1 + scale), the row's 1 / rms is applied to the
+// sum, and what the shift gives behind the product is in a table, as it depends on weights and step alone.
 //
 // Query and key features come in rotary pairs (i, i + 128).
 //
-// ROWS: rows of the chunk; OPERAND_ROWS: those in whole groups of eight. KEYS: keys that a block may have. LAYERS: number of
-// layers. CLUSTERS: size of the grid. RESIDENT: one launch runs all phases; otherwise a launch runs one. STAGES: depth of the
-// ring. SHARED_BYTES: shared memory of a block. PROJECT_BITS, OUTPUT_BITS, GATE_UP_BITS, DOWN_BITS: of a product's weights,
-// 16 for bfloat16, 8 for E4M3 or 4 for NVFP4; activations are bfloat16.
+// ROWS: rows of the chunk; OPERAND_ROWS: those in whole groups of eight. KEYS: keys that a block may have, in groups of
+// 32. LAYERS: number of layers. CLUSTERS: size of the grid. RESIDENT: one launch runs all phases; otherwise a launch runs
+// one. STAGES: of the ring, that there is room for. SHARED_BYTES: shared memory of a block. PROJECT_BITS, OUTPUT_BITS,
+// GATE_UP_BITS, DOWN_BITS: of a product's weights, 16 for bfloat16, 8 for E4M3 or 4 for NVFP4; activations are bfloat16.
 #include "expert_attention.cuh"
 #include "expert_plan.cuh"
 #include "expert_products.cuh"
 
-// -- phases of a layer -----------------------------------------------------------------------------------------------------
+// -- phases of a layer ------------------------------------------------------------------------------------------------
 
 constexpr int kTilesPerHead = kHeadDim / kTile;
 
@@ -36,29 +37,51 @@ __device__ __forceinline__ Turn turn_of(const Consumer& c, int tile, int row) {
   return {to_float(from[0]), to_float(from[kHeadDim / 2])};
 }
 
-// The rotated pair (or two value columns) of one row of a projection tile. The lanes of two neighbouring pairs trade, so
-// that each writes whole words; all lanes of the warp must come here.
-__device__ __forceinline__ void store_projection(const Consumer& c, int copy, int tile, int row, float2 v, Turn turn) {
+// Where a lane's word of one row of a projection tile goes.
+struct Target {
+  bf16* to;
+  int other;     // elements to the same place in the other copy
+  bool rotates;  // queries and keys do, values do not
+
+  __device__ __forceinline__ void pin() { asm volatile("" : "+l"(to), "+r"(other)); }
+};
+
+__device__ __forceinline__ Target target_of(const Consumer& c, int copy, int tile, int row) {
   const int head = tile / kTilesPerHead, local = tile % kTilesPerHead, pair = c.quad;
-  // Written out, since a compiler may fuse either product, and another grid must give the same bits.
-  const float first = fmaf(v.x, turn.cosine, -(v.y * turn.sine)), second = fmaf(v.y, turn.cosine, v.x * turn.sine);
   const bool low = pair % 2 == 0;
-  const float traded = __shfl_xor_sync(kAllLanes, low ? second : first, 1);
-  if (row >= ROWS) return;
   int offset = row * kHeadDim + local * kTile + pair * 2, base = kValue, width = kHeadDim;
-  u32 word = pack_bf16(v.x, v.y);
   if (head <= kHeads) {
     offset = local * 4 + (low ? pair : pair - 1 + kHeadDim / 2) + row * kHeadDim;
     base = kKey;
-    word = low ? pack_bf16(first, traded) : pack_bf16(traded, second);
   }
   if (head < kHeads) {
     offset += row * (kInner - kHeadDim) + head * kHeadDim;
     base = kQuery;
     width = kInner;
   }
-  exchange(c.rows(base, width, copy) + offset, c.rows(base, width, copy ^ 1) + offset, word);
+  return {c.rows(base, width, copy) + offset, (1 - 2 * copy) * ROWS * width, head <= kHeads};
 }
+
+// The rotated pair (or two value columns) of one row of a projection tile. The lanes of two neighbouring pairs trade,
+// so that each writes whole words; all lanes of the warp must come here.
+__device__ __forceinline__ void store_projection(const Consumer& c, const Target& target, int row, float2 v,
+                                                 Turn turn) {
+  const int pair = c.quad;
+  // Written out, since a compiler may fuse either product, and another grid must give the same bits.
+  const float first = fmaf(v.x, turn.cosine, -(v.y * turn.sine)), second = fmaf(v.y, turn.cosine, v.x * turn.sine);
+  const bool low = pair % 2 == 0;
+  const float traded = __shfl_xor_sync(kAllLanes, low ? second : first, 1);
+  if (row >= ROWS) return;
+  const float low_half = low ? first : traded, high_half = low ? traded : second;
+  const u32 word = target.rotates ? pack_bf16(low_half, high_half) : pack_bf16(v.x, v.y);
+  exchange(target.to, target.to + target.other, word);
+}
+
+// What is made before the wait, for the first tile and row of a warp.
+struct FirstProjection {
+  float2 factor;
+  Target target;
+};
 
 // query, key, value = rope(norm(x) @ project).
 __device__ __forceinline__ void project(Consumer& c, const Position& at) {
@@ -69,16 +92,19 @@ __device__ __forceinline__ void project(Consumer& c, const Position& at) {
   const Turn early = turn_of(c, early_tile, early_row);
   const float2 early_shift = shift_of<Project>(c, at, c.plan.project_shift, early_tile);
   const auto factor = [&](int tile) { return factor_of<Project>(c, at, c.plan.project_factor, tile); };
-  const auto fetch = [&] { return factor(tile_of(c.warp / kRowBlocks)); };
-  multiply_normalised<Project>(c, at, fetch, [&](const Arrived& arrived, const float2& early_factor, int slot, int row) {
-    const int tile = tile_of(slot);
-    const bool is_early = tile == early_tile && row == early_row;
+  const auto fetch = [&] {
+    FirstProjection made{factor(early_tile), target_of(c, copy, early_tile, early_row)};
+    if (kOnce<Project>) made.target.pin();
+    return made;
+  };
+  multiply_normalised<Project>(c, at, fetch, [&](const Arrived& arrived, const auto& made, int slot, int row) {
+    const int tile = kOnce<Project> ? early_tile : tile_of(slot);
+    const bool is_early = kOnce<Project> || (tile == early_tile && row == early_row);
     const Turn turn = is_early ? early : turn_of(c, tile, row);
     const float2 shift = is_early ? early_shift : shift_of<Project>(c, at, c.plan.project_shift, tile);
-    const float2 scale = is_early ? early_factor : factor(tile);
-    const int existing = min(row, ROWS - 1);
-    const float2 v = arrived.value<Project>(c, slot, existing, arrived.inverse_rms(existing), scale, shift);
-    store_projection(c, copy, tile, row, v, turn);
+    const float2 scale = is_early ? made.factor : factor(tile);
+    const float2 v = arrived.value<Project>(0, arrived.inverse_rms(), scale, shift);
+    store_projection(c, kOnce<Project> ? made.target : target_of(c, copy, tile, row), row, v, turn);
   });
 }
 
@@ -93,6 +119,12 @@ struct Factors {
   float2 gate, up;
 };
 
+// What is made before the wait, for the first unit and row of a warp: `to` is where its hidden values go.
+struct FirstHidden {
+  Factors factors;
+  bf16* to;
+};
+
 // hidden = gelu(norm(x) @ gate) * (norm(x) @ up).
 __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
   const int copy = c.layer_copy(at), first = c.first<GateUp>() / 2 + c.rank;
@@ -104,19 +136,26 @@ __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
     return Factors{factor_of<GateUp>(c, at, c.plan.gate_up_factor, 2 * unit),
                    factor_of<GateUp>(c, at, c.plan.gate_up_factor, 2 * unit + 1)};
   };
-  const auto fetch = [&] { return factors(unit_of(c.warp / kRowBlocks)); };
-  multiply_normalised<GateUp>(c, at, fetch, [&](const Arrived& arrived, const Factors& early_factors, int slot, int row) {
+  const auto place_of = [&](int unit, int row) {
+    return c.rows(kHiddenWords, kHidden, copy) + row * kHidden + unit * kTile + c.quad * 2;
+  };
+  const auto fetch = [&] {
+    FirstHidden made{factors(early_unit), place_of(early_unit, c.warp % kRowBlocks * 8 + c.row)};
+    if (kOnce<GateUp>) asm volatile("" : "+l"(made.to));
+    return made;
+  };
+  multiply_normalised<GateUp>(c, at, fetch, [&](const Arrived& arrived, const auto& made, int slot, int row) {
     if (row >= ROWS) return;
     const int unit = unit_of(slot);
-    const bool is_early = unit == early_unit;
+    const bool is_early = kOnce<GateUp> || unit == early_unit;
     const float2 gate_shift = is_early ? early_gate : shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * unit),
                  up_shift = is_early ? early_up : shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * unit + 1);
-    const Factors scale = is_early ? early_factors : factors(unit);
-    const float inverse = arrived.inverse_rms(row);
-    const float2 gate = arrived.value<GateUp>(c, 2 * slot, row, inverse, scale.gate, gate_shift),
-                 up = arrived.value<GateUp>(c, 2 * slot + 1, row, inverse, scale.up, up_shift);
-    const int offset = row * kHidden + unit * kTile + c.quad * 2;
-    exchange(c.rows(kHiddenWords, kHidden, copy) + offset, c.rows(kHiddenWords, kHidden, copy ^ 1) + offset,
+    const Factors scale = is_early ? made.factors : factors(unit);
+    const float inverse = arrived.inverse_rms();
+    const float2 gate = arrived.value<GateUp>(0, inverse, scale.gate, gate_shift),
+                 up = arrived.value<GateUp>(1, inverse, scale.up, up_shift);
+    bf16* to = kOnce<GateUp> ? made.to : place_of(unit, row);
+    exchange(to, to + (1 - 2 * copy) * ROWS * kHidden,
              pack_bf16(lifted<Down>(gelu_tanh(gate.x) * up.x), lifted<Down>(gelu_tanh(gate.y) * up.y)));
   });
   if (!kResident || at.layer + 1 < LAYERS) c.free_values();
@@ -129,11 +168,11 @@ __device__ __forceinline__ void down(Consumer& c, const Position& at) {
   multiply_added<Down>(c, at, kHiddenWords, c.plan.down_factor);
 }
 
-// -- where a step ends -------------------------------------------------------------------------------------------------------
+// -- where a step ends ------------------------------------------------------------------------------------------------
 
 // This block's part of (x * (1 + scale)) @ leave_weight for this warp's rows, to all blocks of the cluster:
 // parts[rank][row][action].
-__device__ __forceinline__ void send_velocity(const Consumer& c, const float* parts, u64* barrier) {
+__device__ __forceinline__ void send_velocity(const Consumer& c, const float* parts, u32 barrier) {
   const float* weight = c.plan.leave_weight + c.rank * Project::kSlice * kActions + c.lane;
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
@@ -154,7 +193,7 @@ __device__ __forceinline__ void send_velocity(const Consumer& c, const float* pa
     }
     const u32 to = shared_address(parts + (c.rank * ROWS + row) * kActions + c.lane);
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) send(remote(to, r), sum, remote(shared_address(barrier), r));
+    for (int r = 0; r < kRanks; ++r) send(remote(to, r), sum, remote(barrier, r));
   }
 }
 
@@ -162,14 +201,13 @@ __device__ __forceinline__ void send_velocity(const Consumer& c, const float* pa
 __device__ __forceinline__ void leave(Consumer& c, const Position& at) {
   const Place place = c.place(at);
   const float* parts = place.parts + kSquares;
-  u64* barrier = c.shared.parts + place.barrier;
+  const u32 barrier = c.parts_barrier(place);
   c.expect(place, kLeaveFloats * 4);
   update_residual(c, at);
   if (!kResident) recall_actions(c, at);
   send_velocity(c, parts, barrier);
   send_squares(c, place.parts, barrier);
   c.await(place);
-  const Arrived arrived{parts, place.parts};
   const bool writes = blockIdx.x == 0 && (!kResident || at.step + 1 == c.plan.steps);
   const float bias = c.plan.leave_bias[at.step * kActions + c.lane];
 #pragma unroll
@@ -179,7 +217,7 @@ __device__ __forceinline__ void leave(Consumer& c, const Position& at) {
     float sum = 0.0f;
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) sum += parts[(r * ROWS + row) * kActions + c.lane];
-    const float action = *c.action(row) + fmaf(sum, arrived.inverse_rms(row), bias);
+    const float action = *c.action(row) + fmaf(sum, Arrived{0, shared_address(place.parts + row)}.inverse_rms(), bias);
     *c.action(row) = action;
     if (writes) c.plan.actions[row * kActions + c.lane] = action;
   }
@@ -189,7 +227,7 @@ __device__ __forceinline__ void leave(Consumer& c, const Position& at) {
   if (at.step + 1 < c.plan.steps) c.fetch_norm(at.step + 1, 0);
 }
 
-// -- all phases --------------------------------------------------------------------------------------------------------------
+// -- all phases -------------------------------------------------------------------------------------------------------
 
 // Runs one phase. Who a thread is, is read anew each time (see Consumer::identify), and where it is, is hidden from the
 // compiler, which would carry an address for every table through the loops.
@@ -227,7 +265,7 @@ __device__ __forceinline__ void run_one(Consumer& c) {
   }
 }
 
-// -- kernel ------------------------------------------------------------------------------------------------------------------
+// -- kernel -----------------------------------------------------------------------------------------------------------
 
 // What a consumer must know of the launches before: which copies come first.
 __device__ __forceinline__ void recall(Consumer& c) {
@@ -265,31 +303,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                   down_factor};
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      mbarrier_init(shared.full + s, 1);
-      mbarrier_init(shared.empty + s, kArrivals);
+      mbarrier_init(shared_address(shared.full + s), 1);
+      mbarrier_init(shared_address(shared.empty + s), kArrivals);
     }
-    for (int i = 0; i < kPlaces; ++i) mbarrier_init(shared.parts + i, 1);
+    for (int i = 0; i < kPlaces; ++i) mbarrier_init(shared_address(shared.parts + i), 1);
     shared.claimed = 0;
-    mbarrier_init(&shared.values_full, 1);
+    mbarrier_init(shared_address(&shared.values_full), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_barrier();
   overlap_trigger();
-  const WeightRing ring{shared.ring, shared.full, shared.empty, &shared.claimed};
+  const WeightRing ring{shared_address(shared.ring), shared_address(shared.full), shared_address(shared.empty),
+                        shared_address(&shared.claimed)};
   if (threadIdx.x >= kConsumers) {
-    if (threadIdx.x == kConsumers) {
-      Producer producer{ring};
-      visit_weights(plan, producer);
-    }
-    if (threadIdx.x / kWarpSize == kWarps + 1) fence_resets(plan);
-    if (threadIdx.x / kWarpSize == kWarps + 2) fetch_values(plan, shared);
-    if (kResident && threadIdx.x == kConsumers + 3 * kWarpSize) {
-      Prefetcher prefetcher{ring};
-      visit_weights(plan, prefetcher);
-    }
+    if (kMovesRegisters) give_registers<kRegistersThatFetch>();
+    const int warp = threadIdx.x / kWarpSize;
+    if (warp == kWarps && elect_one()) produce(plan, ring);
+    if (warp == kWarps + 1) fence_resets(plan);
+    if (warp == kWarps + 2) fetch_values(plan, shared);
+    if (kPrefetches && warp == kWarps + 3 && elect_one()) prefetch(plan, ring);
     __syncwarp();
     cluster_barrier();  // nobody leaves while others may still send to it
   } else {
+    if (kMovesRegisters) take_registers<kRegistersThatMultiply>();
     Consumer c(plan, shared, ring);
     recall(c);
     if (kResident) {

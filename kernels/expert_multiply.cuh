@@ -1,10 +1,11 @@
-// Products of streamed weights with the operand rows, in registers. A unit is two tiles of outputs, which a warp multiplies
-// at once; a stage of the ring holds one chunk of the inputs of four units (see Product). OPERAND_ROWS: kOperandRows, as text.
+// Products of streamed weights with the operand rows, in registers. A unit is two tiles of outputs, which a warp
+// multiplies at once; a stage of the ring holds one chunk of the inputs of four units (see Product). OPERAND_ROWS:
+// kOperandRows, as text.
 #pragma once
 #include "expert_weights.cuh"
 
-// Many rows on Hopper: its own instructions read operands from shared memory for four warps at once. With few rows they are no
-// faster than the others (docs/performance.md).
+// Many rows on Hopper: its own instructions read operands from shared memory for four warps at once. With few rows they
+// are no faster than the others (docs/performance.md).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && OPERAND_ROWS > 16
 #define WARPGROUPS 1
 #define TILE_ROWS OPERAND_ROWS
@@ -19,8 +20,8 @@ static_assert(OPERAND_ROWS == kOperandRows, "the host computes the same");
 constexpr int kSums = 4 * kRowBlocks;
 constexpr int kStageUnits = kStageTiles / 2;
 
-// Where this lane's row of the matrices of each step lies, in the first chunk: for two blocks of eight rows, both groups
-// of eight inputs.
+// Where this lane's row of the matrices of each step lies, in the first chunk: for two blocks of eight rows, both
+// groups of eight inputs.
 struct OperandAddress {
   u32 step[kSteps];
 
@@ -40,14 +41,63 @@ struct OperandAddress {
   }
 };
 
+// Operands of few rows, for one chunk.
+struct FewRows {
+  uint4 first[kSteps / 2], more[kSteps / 2];  // of two steps each: of the first eight rows, of those behind them
+
+  // Both groups of eight inputs of the first rows, and of those behind them.
+  __device__ __forceinline__ uint4 step(int s) const {
+    const uint4 &a = first[s / 2], &b = more[s / 2];
+    return s % 2 == 0 ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(a.z, a.w, b.z, b.w);
+  }
+};
+
+// Where this lane's parts of those lie, from an even chunk on (see kMoreRowsOffset).
+struct FewRowsAddress {
+  u32 first[kSteps / 2], more;
+
+  __device__ __forceinline__ FewRowsAddress(const Consumer& c, int chunk) {
+    const u32 operands = shared_address(c.shared.operands) + chunk * kOperandBytesOfChunk;
+    const int row = c.lane % 8;
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) first[i] = operands + row * 128 + (4 * i + c.lane / 8 ^ row) * 16;
+    more = operands + kMoreRowsOffset + c.lane * 16;
+  }
+  // They stay in registers from here on.
+  __device__ __forceinline__ void pin() { asm volatile("" : "+r"(first[0]), "+r"(first[1]), "+r"(more)); }
+
+  // Only lanes whose row exists load what lies behind the first eight rows.
+  __device__ __forceinline__ FewRows load(const Consumer& c, int chunk) const {
+    FewRows rows;
+    const int offset = chunk * kOperandBytesOfChunk;
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) rows.first[i] = load_matrices(first[i] + offset);
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+      rows.more[i] = make_uint4(0u, 0u, 0u, 0u);
+      if (c.lane < (ROWS - 8) * 4)
+        rows.more[i] = load_shared16((more ^ more_rows_swizzle(chunk, i)) + i * kMoreRowsPair + offset);
+    }
+    return rows;
+  }
+};
+
 // One step for two blocks of rows.
-__device__ __forceinline__ void multiply_step(float (&sums)[kSums], const uint4& weights, const uint4& rows, int block) {
+__device__ __forceinline__ void multiply_step(float (&sums)[kSums], const uint4& weights, const uint4& rows,
+                                              int block) {
 #pragma unroll
   for (int b = 0; b < 2 && block + b < kRowBlocks; ++b) {
     float(&d)[4] = *reinterpret_cast<float(*)[4]>(sums + 4 * (block + b));
     mma_16x8x16(d, weights.x, weights.y, weights.z, weights.w, b == 0 ? rows.x : rows.z, b == 0 ? rows.y : rows.w);
   }
 }
+
+// A chunk of a unit in the ring: where this lane finds it, the barrier that says that it is there, for how many warps
+// this one arrives when it needs the stage no longer, and what Ring::wait must know.
+struct Source {
+  u32 from, full, parity, arrivals, number;
+  bool replaces;
+};
 
 // Where the weights of one unit of a product lie in the ring.
 template <typename P>
@@ -67,54 +117,51 @@ struct Unit {
   __device__ __forceinline__ int inside(int chunk) const { return chunk & (1 << shift) - 1; }
   __device__ __forceinline__ u32 stage(int chunk) const { return first + (chunk >> shift); }
 
-  // Waits for the weights of a chunk, and says where they are: those of the stage, or what this lane loads of them.
+  // Whether its place in the ring held another stage of this phase before.
+  __device__ __forceinline__ bool replaces(const Consumer& c, int chunk) const {
+    return P::stages(P::kMost) > STAGES && stage(chunk) - c.stages >= STAGES;
+  }
+
+  // Where the weights of a chunk lie whose stage is at `spot`: of the whole unit's stage, or what this lane loads of
+  // them.
+  __device__ __forceinline__ u32 all_weights(const Consumer& c, int chunk, const Spot& spot) const {
+    return c.ring.stage(spot) + inside(chunk) * tiles * P::kChunkBytes;
+  }
+  __device__ __forceinline__ u32 weights(const Consumer& c, int chunk, const Spot& spot) const {
+    return all_weights(c, chunk, spot) + lane_offset;
+  }
+
+  // Every stage gets kArrivals arrivals: the first that there must be counts for those that there are not.
+  __device__ __forceinline__ u32 arrivals(int chunk) const {
+    const int missing = kArrivals - min(1 << shift, P::kChunks) * ((tiles + 1) / 2);
+    return member == 0 && inside(chunk) == 0 ? 1u + missing : 1u;
+  }
+
+  __device__ __forceinline__ Source source(const Consumer& c, int chunk, const Spot& spot) const {
+    return {weights(c, chunk, spot), c.ring.full_barrier(spot), spot.parity,
+            arrivals(chunk),         stage(chunk),              replaces(c, chunk)};
+  }
+
+  // Waits for the weights of a chunk, and says where they are.
   __device__ __forceinline__ u32 await_all(const Consumer& c, int chunk, const Spot& spot) const {
-    c.ring.wait(stage(chunk), spot);
-    return shared_address(c.ring.stage(spot)) + inside(chunk) * tiles * P::kChunkBytes;
+    c.ring.wait(stage(chunk), replaces(c, chunk), c.ring.full_barrier(spot), spot.parity);
+    return all_weights(c, chunk, spot);
   }
   __device__ __forceinline__ u32 await(const Consumer& c, int chunk, const Spot& spot) const {
     return await_all(c, chunk, spot) + lane_offset;
   }
 
-  // Every stage gets kArrivals arrivals: the first that there must be counts for those that there are not.
   __device__ __forceinline__ void release(const Consumer& c, int chunk, const Spot& spot, u32 loaded) const {
-    const int missing = kArrivals - min(1 << shift, P::kChunks) * ((tiles + 1) / 2);
-    if (c.lane == 0) c.ring.release(spot, loaded, member == 0 && inside(chunk) == 0 ? 1 + missing : 1);
+    if (c.lane == 0) c.ring.release(c.ring.full_barrier(spot), loaded, arrivals(chunk));
   }
 };
 
-// sums[i] += chunk + i of a unit times rows(i, step), for two chunks side by side: their chains of sums overlap.
-template <typename P, typename Rows>
-__device__ __forceinline__ void multiply_two_chunks(const Consumer& c, float (&sums)[2][kSums], const Unit<P>& unit, int chunk,
-                                                    const Rows& rows) {
-  const Spot spot = c.ring.spot(unit.stage(chunk)), next = unit.shift > 0 ? spot : c.ring.behind(spot);
-  Weights<P::kBits> weights[2] = {{c.lane, unit.await(c, chunk, spot)}, {c.lane, unit.await(c, chunk + 1, next)}};
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) multiply_step(sums[i], weights[i].step(s), rows(i, s), 0);
-  }
-  __syncwarp();
-  unit.release(c, chunk, spot, weights[0].loaded);
-  unit.release(c, chunk + 1, next, weights[1].loaded);
-}
-
-// -- few rows: a warp multiplies whole units, or half of the inputs of one where there are many ------------------------------
+// -- few rows: a warp multiplies whole units, or half of the inputs of one where there are many -----------------------
 
 template <typename P>
 constexpr bool kPairs = P::kChunks > 2;  // two warps share a unit
 template <typename P>
 constexpr int kUnitsAtOnce = kPairs<P> ? kWarps / 2 : kWarps;
-
-// All inputs of a unit; `kept` are the operands of each chunk and step.
-template <typename P>
-__device__ __forceinline__ void multiply_unit(const Consumer& c, float (&sums)[kSums], int unit,
-                                              const uint4 (&kept)[2][kSteps]) {
-  float both[2][kSums] = {};
-  multiply_two_chunks(c, both, Unit<P>(c, unit), 0, [&](int i, int s) { return kept[i][s]; });
-#pragma unroll
-  for (int i = 0; i < kSums; ++i) sums[i] = both[0][i] + both[1][i];
-}
 
 // The sums of eight outputs as the exchange wants them: words[block] is outputs 2 * (lane % 4) and the next, of row
 // 8 * block + lane / 4.
@@ -125,7 +172,8 @@ __device__ __forceinline__ void transpose_tile(u32 (&words)[kRowBlocks], const f
 }
 
 template <typename P, typename Finish>
-__device__ __forceinline__ void finish_unit(const Consumer& c, const float (&sums)[kSums], int unit, const Finish& finish) {
+__device__ __forceinline__ void finish_unit(const Consumer& c, const float (&sums)[kSums], int unit,
+                                            const Finish& finish) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int tile = 2 * unit + half;
@@ -136,44 +184,149 @@ __device__ __forceinline__ void finish_unit(const Consumer& c, const float (&sum
   }
 }
 
-// Whole units. What one leaves is finished behind the instructions of the next.
-template <typename P, typename Finish>
-__device__ __forceinline__ void multiply_whole(const Consumer& c, const Finish& finish) {
-  constexpr int kPasses = ceil_div(ceil_div(P::kMost, 2), kUnitsAtOnce<P>), kTogether = min_of(3, kPasses);
-  const int units = (c.count<P>() + 1) / 2;
-  const OperandAddress operands(c);
-  uint4 kept[2][kSteps];
+// The units of a product that a warp multiplies, one at a time. It is made in front of the wait for rows, which is long
+// enough to work out all addresses, and to take the first weights into registers: the ring is filled again meanwhile.
+template <typename P>
+struct Multiplier {
+  static constexpr int kOwn = kPairs<P> ? P::kChunks / 2 : 2;  // chunks of a unit that this warp has
+  static constexpr bool kMore = ceil_div(P::kMost, 2) > kUnitsAtOnce<P>;
+  // A warp waits for its first weights in front of the barrier behind the operands. Other stages of the phase are
+  // released behind it only, so that is for rings where none of those first ones takes the place of another stage of
+  // the phase.
+  static constexpr int kGroupsAtOnce = min_of(ceil_div(P::kMost, kStageTiles), ceil_div(kUnitsAtOnce<P>, kStageUnits));
+  static constexpr bool kIsEarly = (kGroupsAtOnce - 1) * P::kChunks + (kPairs<P> ? P::kChunks / 2 : 0) + 1 < STAGES;
+
+  int unit, half;  // number of the unit; of its inputs
+  FewRowsAddress operands;
+  Source sources[kOwn];
+  Weights<P::kBits> weights[2];  // of two chunks
+  uint4 decoded[2][kSteps] = {};  // what the matrix instructions take of codes
+
+  __device__ __forceinline__ explicit Multiplier(const Consumer& c)
+      : unit(kPairs<P> ? c.warp / 2 : c.warp),
+        half(kPairs<P> ? c.warp % 2 : 0),
+        operands(c, kPairs<P> ? c.warp % 2 * kOwn : 0) {
+    operands.pin();
+    locate(c);
+  }
+
+  __device__ __forceinline__ bool exists(const Consumer& c) const { return 2 * unit < c.count<P>(); }
+
+  __device__ __forceinline__ void locate(const Consumer& c) {
+    const Unit<P> place(c, unit);
+    Spot spot = c.ring.spot(place.stage(half * kOwn));
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) kept[i][s] = operands.load(i, s, 0);
-#pragma unroll 1
-  for (int first = c.warp; first < units; first += kTogether * kUnitsAtOnce<P>) {
-    float sums[2][kSums] = {};  // what is written in one condition and read in another would be kept through all phases
-#pragma unroll
-    for (int i = 0; i <= kTogether; ++i) {
-      const int unit = first + i * kUnitsAtOnce<P>, before = unit - kUnitsAtOnce<P>;
-      if (i < kTogether && unit < units) multiply_unit<P>(c, sums[i % 2], unit, kept);
-      if (i > 0 && before < units) finish_unit<P>(c, sums[(i + 1) % 2], before, finish);
+    for (int i = 0; i < kOwn; ++i) {
+      const int chunk = half * kOwn + i;
+      Source& source = sources[i];
+      source = place.source(c, chunk, spot);
+      asm volatile("" : "+r"(source.from), "+r"(source.full), "+r"(source.parity), "+r"(source.arrivals));
+      if (place.inside(chunk + 1) == 0) spot = c.ring.behind(spot);
     }
+  }
+
+  // Takes a unit's first weights: in front of the barrier behind the operands if it can, otherwise behind it.
+  __device__ __forceinline__ void prepare(const Consumer& c) {
+    if (kIsEarly) take_and_release(c);
+  }
+  __device__ __forceinline__ void begin(const Consumer& c) {
+    if (!kIsEarly) take_and_release(c);
+  }
+  __device__ __forceinline__ void take_and_release(const Consumer& c) {
+    take(c);
+    if (exists(c)) release_and_decode(c);
+  }
+
+  // Takes the weights of this and the next of its chunks, if its unit exists.
+  __device__ __forceinline__ void take(const Consumer& c, int chunk = 0) {
+    if (!exists(c)) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Source& source = sources[chunk + i];
+      c.ring.wait(source.number, source.replaces, source.full, source.parity);
+      weights[i].load(c.lane, source.from);
+    }
+  }
+
+  // The ring may have the memory of what was taken. Codes are decoded at once: with the first ones nobody waits for
+  // that.
+  __device__ __forceinline__ void release_and_decode(const Consumer& c, int chunk = 0) {
+    release(c, chunk);
+    if constexpr (P::kBits != 16) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          uint4& to = decoded[i][s];
+          to = weights[i].step(s);
+          asm volatile("" : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w));
+        }
+    }
+  }
+  __device__ __forceinline__ void release(const Consumer& c, int chunk) const {
+    __syncwarp();
+    if (c.lane > 0) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Source& source = sources[chunk + i];
+      c.ring.release(source.full, weights[i].loaded(), source.arrivals);
+    }
+  }
+
+  // sums[i] += the chunk that was taken as number i times rows[i]: two chunks side by side, whose chains of sums
+  // overlap.
+  __device__ __forceinline__ void multiply(float (&sums)[2][kSums], const FewRows (&rows)[2]) const {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        multiply_step(sums[i], P::kBits == 16 ? weights[i].step(s) : decoded[i][s], rows[i].step(s), 0);
+  }
+};
+
+// Whole units. One is finished while the weights of the next come.
+template <typename P, typename Finish>
+__device__ __forceinline__ void multiply_whole(const Consumer& c, Multiplier<P>& m, const Finish& finish) {
+  if (!m.exists(c)) return;
+  const FewRows kept[2] = {m.operands.load(c, 0), m.operands.load(c, 1)};
+  m.begin(c);
+#pragma unroll 1
+  while (true) {
+    float both[2][kSums] = {}, sums[kSums];
+    m.multiply(both, kept);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sums[i] = both[0][i] + both[1][i];
+    const int unit = m.unit;
+    if (Multiplier<P>::kMore) {
+      m.unit += kUnitsAtOnce<P>;
+      m.locate(c);
+      m.take(c);
+    }
+    finish_unit<P>(c, sums, unit, finish);
+    if (!Multiplier<P>::kMore || !m.exists(c)) return;
+    m.release_and_decode(c);
   }
 }
 
 // Halves of units: the two warps of a pair trade sums, and each finishes one tile.
 template <typename P, typename Finish>
-__device__ __forceinline__ void multiply_halves(const Consumer& c, const Finish& finish) {
-  constexpr int kHalf = P::kChunks / 2;
-  const int count = c.count<P>(), half = c.warp % 2;
-  const OperandAddress operands(c);
+__device__ __forceinline__ void multiply_halves(const Consumer& c, Multiplier<P>& m, const Finish& finish) {
+  if (!m.exists(c)) return;
   float4* traded = reinterpret_cast<float4*>(c.shared.traded) + c.lane;
+  const int half = m.half;
 #pragma unroll 1
-  for (int unit = c.warp / 2; 2 * unit < count; unit += kUnitsAtOnce<P>) {
+  while (true) {
     float both[2][kSums] = {};
-    const Unit<P> place(c, unit);
 #pragma unroll
-    for (int start = 0; start < kHalf; start += 2) {
-      const int chunk = half * kHalf + start;
-      multiply_two_chunks(c, both, place, chunk, [&](int i, int s) { return operands.load(chunk + i, s, 0); });
+    for (int chunk = 0; chunk < Multiplier<P>::kOwn; chunk += 2) {
+      const FewRows rows[2] = {m.operands.load(c, chunk), m.operands.load(c, chunk + 1)};
+      if (chunk == 0) {
+        m.begin(c);
+      } else {
+        m.release_and_decode(c, chunk);
+      }
+      m.multiply(both, rows);
+      if (chunk + 2 < Multiplier<P>::kOwn) m.take(c, chunk + 2);
     }
     float mine[4] = {}, given[4] = {};
 #pragma unroll
@@ -187,17 +340,23 @@ __device__ __forceinline__ void multiply_halves(const Consumer& c, const Finish&
     pair_barrier(c.warp / 2);
     const float4 more = traded[(c.warp ^ 1) * kWarpSize];
     const float sums[4] = {mine[0] + more.x, mine[1] + more.y, mine[2] + more.z, mine[3] + more.w};
-    if (2 * unit + half < count) {
+    const int tile = 2 * m.unit + half;
+    if (tile < c.count<P>()) {
       u32 words[kRowBlocks];
 #pragma unroll
       for (int b = 0; b < kRowBlocks; ++b) words[b] = transposed_matrix(pack_bf16(sums[2 * b], sums[2 * b + 1]));
-      finish(2 * unit + half, words);
+      finish(tile, words);
     }
-    if (ceil_div(P::kMost, 2) > kUnitsAtOnce<P>) pair_barrier(c.warp / 2);
+    if (!Multiplier<P>::kMore) return;
+    pair_barrier(c.warp / 2);
+    m.unit += kUnitsAtOnce<P>;
+    if (!m.exists(c)) return;
+    m.locate(c);
+    m.prepare(c);
   }
 }
 
-// -- many rows: there is enough to do for a team of four warps, which takes up to eight tiles -------------------------------
+// -- many rows: there is enough to do for a team of four warps, which takes up to eight tiles -------------------------
 
 // sums = this warp's unit of the group that its team has.
 template <typename P>
@@ -208,7 +367,8 @@ __device__ __forceinline__ void multiply_many_rows(const Consumer& c, float (&su
 #pragma unroll
   for (int chunk = 0; chunk < P::kChunks; ++chunk) {
     const Spot spot = c.ring.spot(unit.stage(chunk));
-    Weights<P::kBits> weights(c.lane, unit.await(c, chunk, spot));
+    Weights<P::kBits> weights;
+    weights.load(c.lane, unit.await(c, chunk, spot));
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const uint4 of_step = weights.step(s);
@@ -217,7 +377,7 @@ __device__ __forceinline__ void multiply_many_rows(const Consumer& c, float (&su
         multiply_step(sums, of_step, operands.load(chunk, s, block), block);
     }
     __syncwarp();
-    unit.release(c, chunk, spot, weights.loaded);
+    unit.release(c, chunk, spot, weights.loaded());
   }
 }
 
@@ -232,20 +392,21 @@ __device__ __forceinline__ void multiply_in_teams(const Consumer& c, const Finis
   }
 }
 
-// -- many rows on Hopper: four warps multiply a stage ---------------------------------------------------------------------
+// -- many rows on Hopper: four warps multiply a stage -----------------------------------------------------------------
 
 #if WARPGROUPS
 constexpr int kGroups = kWarps / 4;
 static_assert(kStageUnits == 4, "a warp's sixteen rows of the product are a unit");
 
-// The matrices of a stage of bfloat16, eight outputs by eight inputs, lie one behind the other without a swizzle: 128 bytes to
-// the next eight inputs (in the low word of a descriptor), a tile's chunk to the next eight outputs (in the high one).
+// The matrices of a stage of bfloat16, eight outputs by eight inputs, lie one behind the other without a swizzle: 128
+// bytes to the next eight inputs (in the low word of a descriptor), a tile's chunk to the next eight outputs (in the
+// high one).
 constexpr u32 kNextInputs = 128 >> 4 << 16, kNextOutputs = chunk_bytes(16) >> 4;
 __device__ __forceinline__ u32 matrices_start(u32 shared) { return tile_start(shared) | kNextInputs; }
 
-// Starts d += weights * rows^T for sixteen inputs, with this warp's weights in registers, two words each; `d` must have begun.
-// `multiply` of wgmma.cuh says how it is laid out: as the sums of a unit. The weights must stay as they are until the product
-// has ended, and are outputs only because the lists count from the operand behind them.
+// Starts d += weights * rows^T for sixteen inputs, with this warp's weights in registers, two words each; `d` must have
+// begun. `multiply` of wgmma.cuh says how it is laid out: as the sums of a unit. The weights must stay as they are
+// until the product has ended, and are outputs only because the lists count from the operand behind them.
 __device__ __forceinline__ void multiply_held(float (&d)[kSums], u64& first, u64& second, u32 rows) {
   u64 of_rows = joined(rows, kTileHigh);
   asm volatile(
@@ -276,7 +437,7 @@ struct Group {
   // Behind the last chunk of a stage. Every stage gets kArrivals arrivals.
   __device__ __forceinline__ void release(int chunk, u32 loaded) const {
     if (unit.inside(chunk + 1) == 0 && c.lane == 0)
-      c.ring.release(c.ring.spot(unit.stage(chunk)), loaded, c.warp % 4 == 0 ? kArrivals - 3 : 1);
+      c.ring.release(c.ring.full_barrier(c.ring.spot(unit.stage(chunk))), loaded, c.warp % 4 == 0 ? kArrivals - 3 : 1);
   }
 
   // Weights as they lie in the ring. One chunk is on its way while the one before it ends.
@@ -303,7 +464,8 @@ struct Group {
   __device__ __forceinline__ void multiply_codes(float (&sums)[kSums]) const {
 #pragma unroll
     for (int chunk = 0; chunk < P::kChunks; ++chunk) {
-      Weights<P::kBits> weights(c.lane, unit.await(c, chunk, c.ring.spot(unit.stage(chunk))));
+      Weights<P::kBits> weights;
+      weights.load(c.lane, unit.await(c, chunk, c.ring.spot(unit.stage(chunk))));
       u64 first[kSteps], second[kSteps];
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
@@ -312,7 +474,7 @@ struct Group {
         second[s] = joined(decoded.z, decoded.w);
       }
       __syncwarp();
-      release(chunk, weights.loaded);
+      release(chunk, weights.loaded());
       hold(first, second);  // all decoded, so that no product waits for the next one's weights
       products_begin();
 #pragma unroll
@@ -344,18 +506,36 @@ template <typename P, typename Finish>
 __device__ __forceinline__ void multiply_in_groups(const Consumer&, const Finish&) {}
 #endif
 
-// -- either ------------------------------------------------------------------------------------------------------------------
+// -- either -----------------------------------------------------------------------------------------------------------
+
+// With many rows nothing is done before there are operands.
+template <typename P>
+struct ManyRowsMultiplier {
+  __device__ __forceinline__ explicit ManyRowsMultiplier(const Consumer&) {}
+  __device__ __forceinline__ void prepare(const Consumer&) const {}
+};
+template <typename P, bool IS_FEW = kFewRows>
+struct MultiplierOf {
+  using Type = Multiplier<P>;
+};
+template <typename P>
+struct MultiplierOf<P, false> {
+  using Type = ManyRowsMultiplier<P>;
+};
+// What multiplies the tiles of this cluster.
+template <typename P>
+using TileMultiplier = typename MultiplierOf<P>::Type;
 
 // Multiplies the tiles of this cluster; finish(tile, words) takes each of this warp's (see transpose_tile).
 template <typename P, typename Finish>
-__device__ __forceinline__ void multiply_tiles(const Consumer& c, const Finish& finish) {
+__device__ __forceinline__ void multiply_tiles(const Consumer& c, TileMultiplier<P>& m, const Finish& finish) {
   if constexpr (WARPGROUPS) {
     multiply_in_groups<P>(c, finish);
   } else if constexpr (!kFewRows) {
     multiply_in_teams<P>(c, finish);
   } else if constexpr (kPairs<P>) {
-    multiply_halves<P>(c, finish);
+    multiply_halves<P>(c, m, finish);
   } else {
-    multiply_whole<P>(c, finish);
+    multiply_whole<P>(c, m, finish);
   }
 }

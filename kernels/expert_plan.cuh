@@ -11,6 +11,10 @@ constexpr int kWidth = 1024, kHeads = 8, kHeadDim = 256, kInner = kHeads * kHead
 constexpr int kClusters = CLUSTERS, kBlocks = kClusters * kRanks;
 // With fewer warps each has more registers; what does not fit into them costs hundreds of cycles at every use.
 constexpr int kWarps = ROWS <= 32 ? 12 : 16, kConsumers = kWarps * kWarpSize, kThreads = kConsumers + 4 * kWarpSize;
+// A launch gives 128 registers to each of 512 threads. The warps that fetch need fewer: 128 threads give back 48 each,
+// of which the 384 that multiply take 16 each. With sixteen warps that multiply all are needed as they are.
+constexpr bool kMovesRegisters = kWarps == 12;
+constexpr int kRegistersThatFetch = 80, kRegistersThatMultiply = 144;
 constexpr int kModulations = 2 * LAYERS + 1;
 constexpr int kPhasesPerLayer = 5, kPhasesPerStep = kPhasesPerLayer * LAYERS + 1;
 constexpr float kEps = 1e-6f;
@@ -19,10 +23,10 @@ static_assert(ROWS >= 1 && ROWS <= 64, "rows of the chunk");
 
 enum Phase { kProject, kAttend, kOutput, kGateUp, kDown, kLeave };
 
-// -- products ------------------------------------------------------------------------------------------------------------
+// -- products ---------------------------------------------------------------------------------------------------------
 
-// A product's outputs come in tiles of eight. Neighbouring tiles belong to one cluster; each of its blocks multiplies all
-// of them with its eighth of the inputs, and a tile's owner in the cluster adds the eight parts.
+// A product's outputs come in tiles of eight. Neighbouring tiles belong to one cluster; each of its blocks multiplies
+// all of them with its eighth of the inputs, and a tile's owner in the cluster adds the eight parts.
 constexpr int kTile = 8, kStageTiles = 8;
 // Inputs come in chunks: a tile's part of one is eight matrices of eight inputs by eight outputs, as the matrix
 // instructions read them from shared memory, or the codes of as many narrow weights (see expert_weights.cuh).
@@ -30,11 +34,20 @@ constexpr int kChunk = 64;
 __host__ __device__ constexpr int chunk_bytes(int bits) {
   return bits == 4 ? kChunk * kTile / 2 + kChunk / 16 * kTile : kChunk * kTile * bits / 8;
 }
-// Rows of the operand, in whole matrices. A row's part of a chunk is 128 bytes, in which groups of eight inputs are swizzled as
-// the matrix instructions expect.
-constexpr int kRowBlocks = ceil_div(ROWS, 8), kOperandRows = kRowBlocks * 8, kOperandBytesOfChunk = kOperandRows * kChunk * 2;
+// Rows of the operand, in whole matrices. A row's part of a chunk is 128 bytes, in which groups of eight inputs are
+// swizzled as the matrix instructions expect.
+constexpr int kRowBlocks = ceil_div(ROWS, 8), kOperandRows = kRowBlocks * 8;
+constexpr int kOperandBytesOfChunk = kOperandRows * kChunk * 2;
 // Few rows: every product is so short that its latency counts, not its work.
 constexpr bool kFewRows = kOperandRows <= 16;
+// Of few rows, those behind the first eight lie in each chunk as lanes need them: 16 bytes a lane for two steps of
+// sixteen inputs, [pair of steps][row][quad][step][group of eight inputs][two inputs]. As matrices they would be read
+// whole, also where they do not exist. Which quad lies where depends on pair of steps and chunk, for the banks: bits 4
+// and 5 of an address.
+constexpr int kMoreRowsOffset = 8 * kChunk * 2, kMoreRowsPair = 8 * kChunk;
+__host__ __device__ constexpr int more_rows_swizzle(int chunk, int pair_of_steps) {
+  return (pair_of_steps + chunk % 2 * 2) * 16;
+}
 
 template <int TILES, int INPUTS, int UNIT, int PLACE, int BITS>
 struct Product {  // UNIT: tiles that must have one owner; PLACE: in a Consumer's tables; BITS: of a weight
@@ -50,12 +63,11 @@ struct Product {  // UNIT: tiles that must have one owner; PLACE: in a Consumer'
   static __device__ __forceinline__ int first(int cluster) { return cluster * (TILES / UNIT) / kClusters * UNIT; }
   static __device__ __forceinline__ int count(int cluster) { return first(cluster + 1) - first(cluster); }
   // A stage holds one chunk of eight tiles, or two, four or eight chunks of the fewer tiles that are left over.
-  static __device__ __forceinline__ int log2_chunks_in_stage(int tiles) {
-    constexpr int kMostLog2 = kChunks == 2 ? 1 : kChunks == 4 ? 2 : 3;
-    return min(kMostLog2, tiles > 4 ? 0 : tiles > 2 ? 1 : tiles > 1 ? 2 : 3);
+  static __host__ __device__ constexpr int log2_chunks_in_stage(int tiles) {
+    return min_of(kChunks == 2 ? 1 : kChunks == 4 ? 2 : 3, tiles > 4 ? 0 : tiles > 2 ? 1 : tiles > 1 ? 2 : 3);
   }
-  static __device__ __forceinline__ int chunks_in_stage(int tiles) { return 1 << log2_chunks_in_stage(tiles); }
-  static __device__ __forceinline__ int stages(int tiles) {
+  static __host__ __device__ constexpr int chunks_in_stage(int tiles) { return 1 << log2_chunks_in_stage(tiles); }
+  static __host__ __device__ constexpr int stages(int tiles) {
     const int left = tiles % kStageTiles;
     return tiles / kStageTiles * kChunks + (left > 0 ? kChunks >> log2_chunks_in_stage(left) : 0);
   }
@@ -67,25 +79,36 @@ using GateUp = Product<2 * kHidden / kTile, kWidth, 2, 2, GATE_UP_BITS>;
 using Down = Product<kWidth / kTile, kHidden, 1, 1, DOWN_BITS>;  // tiles as those of Output
 constexpr int kStageBytes = kStageTiles * max_of(max_of(Project::kChunkBytes, Output::kChunkBytes),
                                                  max_of(GateUp::kChunkBytes, Down::kChunkBytes));
-// At a stage, always: one for each chunk in it and each warp that uses it, and as many more as there are fewer of those.
+// At a stage, always: one for each chunk in it and each warp that uses it, and as many more as there are fewer of
+// those.
 constexpr int kArrivals = kStageTiles;
 
-// -- attention -----------------------------------------------------------------------------------------------------------
+// -- attention --------------------------------------------------------------------------------------------------------
 
 // A cluster takes some of the ROWS * kHeads queries, each of its blocks an eighth of the keys, at most KEYS.
 constexpr int kQueries = ROWS * kHeads, kMostQueries = ceil_div(kQueries, kClusters);
 constexpr int kQueryTiles = ceil_div(kMostQueries, 16), kDims = kHeadDim / kRanks;
-constexpr int kScoreStride = KEYS + 8;
-static_assert(KEYS % 16 == 0 && KEYS <= 128, "a warp weighs four keys a lane");
+// Keys come in tiles of eight, and a lane of a quad weighs every fourth tile: KEYS / 32 of them.
+constexpr int kKeyTiles = KEYS / 8, kKeyGroups = KEYS / 32, kKeyPieces = kHeadDim / 32;
+constexpr int kScoreStride = KEYS + 4;  // floats, free of bank conflicts
+static_assert(KEYS % 32 == 0 && KEYS <= 128, "every lane weighs as many tiles");
 
-// -- shared memory -------------------------------------------------------------------------------------------------------
+// Which row of shared memory holds the value of a key: such that the keys that a lane weighs are those that it
+// multiplies with values (inputs 2 * quad, 2 * quad + 1 and both plus eight of every sixteen).
+__device__ __forceinline__ int value_row(int key) {
+  const int tile = key / 8, inner = key % 8;
+  return (tile / 4 * 2 + inner / 4) * 16 + inner % 4 / 2 * 8 + tile % 4 * 2 + inner % 2;
+}
 
-// Other blocks may be ahead and send already. So the parts of neighbours lie apart: those of project and output in X, of
-// attend and down in Y, of gate_up and leave in V, the memory of attention's values.
-// Parts of a product are rounded to bfloat16: half as much to exchange.
+// -- shared memory ----------------------------------------------------------------------------------------------------
+
+// Other blocks may be ahead and send already. So the parts of neighbours lie apart: those of project and output in X,
+// of attend and down in Y, of gate_up and leave in V, the memory of attention's values. Parts of a product, and of
+// attention, are rounded to bfloat16: half as much to exchange.
 constexpr int kPartFloats = kRanks * ROWS * kTile / 2;  // of one output tile
 constexpr int kSquares = kRanks * ROWS;
-constexpr int kAttendFloats = kRanks * kMostQueries * (kDims + 2);
+constexpr int kExtremeFloats = kRanks * kMostQueries * 2;
+constexpr int kAttendFloats = kExtremeFloats + kRanks * kMostQueries * kDims / 2;
 constexpr int kProjectFloats = Project::kSlots * kPartFloats + kSquares;
 constexpr int kGateUpFloats = GateUp::kSlots * kPartFloats + kSquares;
 constexpr int kLeaveFloats = kRanks * ROWS * kActions + kSquares;
@@ -97,10 +120,10 @@ constexpr int kValueStride = kHeadDim * 2 + 16, kQueryStride = kHeadDim * 2 + 64
 constexpr int kFloatsV = max_of(KEYS * kValueStride / 4, max_of(kGateUpFloats, kLeaveFloats));
 
 constexpr int kQueriesHeld = kQueryTiles * 16;
-constexpr int kScoreBytes = kQueriesHeld * kScoreStride * 6;  // scores as float, weights as bfloat16
+constexpr int kScoreBytes = kQueriesHeld * (kScoreStride + kKeyTiles) * 4;  // weights, and the maximum of each tile
 constexpr int kOperandBytes = max_of(Down::kChunks * kOperandBytesOfChunk, kQueriesHeld * kQueryStride + kScoreBytes);
 
-constexpr int kPlaces = 4;
+constexpr int kPlaces = 5, kExtremes = 4;  // barriers of parts; the last counts maxima and sums of attention
 // Where the parts of one phase go, which barrier counts them, and whether that barrier's turn is odd.
 struct Place {
   float* parts;
@@ -114,14 +137,14 @@ struct Shared {
   alignas(16) float values[kFloatsV];  // as bfloat16; later parts of gate_up or leave
   alignas(16) float x[kFloatsX];
   alignas(16) float y[kFloatsY];
-  alignas(16) float actions[ROWS * kActions];  // in front of the running step; a warp reads and writes those of its rows only
+  alignas(16) float actions[ROWS * kActions];  // in front of the running step; a warp uses those of its rows only
   alignas(16) float traded[kTradedFloats];  // sums of pairs of warps that share the inputs
   u64 full[STAGES], empty[STAGES], values_full, parts[kPlaces];  // `parts`: phases that may be under way at once
   u32 claimed;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host computes the same layout");
 
-// -- what a launch knows -------------------------------------------------------------------------------------------------
+// -- what a launch knows ----------------------------------------------------------------------------------------------
 
 // What output and down make: [copy][row][column] as float, in four copies that take turns (see reset_sums).
 constexpr int kSumCopies = 4;
@@ -138,8 +161,8 @@ struct Plan {
   const float* enter_weight;                               // [kActions][kWidth]
   const float* enter_bias;                                 // [kWidth]
   const float* leave_weight;                               // [kWidth][kActions], times the step size
-  const float* leave_bias;                                 // [steps][kActions], times the step size, with the shift's part
-  const float* modulation;                                 // [steps][kModulations][3][kWidth]: scale, shift (unused), gate
+  const float* leave_bias;                                 // [steps][kActions], the same, with the shift's part
+  const float* modulation;                                 // [steps][kModulations][3][kWidth]: scale, shift, gate
   const float* project_shift;                              // [steps][LAYERS][outputs]: what the norm's shift gives
   const float* gate_up_shift;
   const bf16* rope;                                        // [ROWS][kHeadDim]: cosines, sines
@@ -148,7 +171,7 @@ struct Plan {
   const float* noise;                                      // [ROWS][kActions]
   float* actions;                                          // [ROWS][kActions], result
   u32* words;                                              // exchanged memory, kUnwritten at first
-  u32* sync;                                               // four zeros at first; used are two: parities, blocks that have left
+  u32* sync;                                               // zeros at first: parities, blocks that have left
   int capacity, steps, phase;  // `phase`: the one of this launch, unless the grid is resident
   // [LAYERS][outputs]: what the sums of a product's codes are multiplied by; null where its weights are bfloat16.
   const float *project_factor, *output_factor, *gate_up_factor, *down_factor;
@@ -171,72 +194,118 @@ __device__ __forceinline__ Position locate(int index) {
   return p;
 }
 
-__device__ __forceinline__ int first_phase(const Plan& plan) { return kResident ? 0 : plan.phase; }
-__device__ __forceinline__ int end_phase(const Plan& plan) {
-  return kResident ? plan.steps * kPhasesPerStep : plan.phase + 1;
-}
+// -- producer ---------------------------------------------------------------------------------------------------------
 
-// -- producer ------------------------------------------------------------------------------------------------------------
-
-constexpr int kBytesUnderWay = 32768;  // that a block fetches at once: with fewer the memory idles
-constexpr int kUnderWay = min_of(kBytesUnderWay / kStageBytes, STAGES);
-// Warps begin with different stages, so that one may wait for a stage far ahead of what is claimed, and of what is on its
-// way.
+// Warps begin with different stages, so that one may wait for a stage far ahead of what is on its way.
 template <typename P>
-constexpr int kFirstWait = (min_of(ceil_div(P::kMost, kStageTiles), ceil_div(2 * kWarps, kStageTiles)) - 1) * P::kChunks +
-                           P::kChunks / 2 + 1;
+constexpr int kFirstWait =
+    (min_of(ceil_div(P::kMost, kStageTiles), ceil_div(2 * kWarps, kStageTiles)) - 1) * P::kChunks + P::kChunks / 2 + 1;
 constexpr int kFarthest =
-    max_of(max_of(kFirstWait<Project>, kFirstWait<Output>), max_of(kFirstWait<GateUp>, kFirstWait<Down>)) + kUnderWay;
+    max_of(max_of(kFirstWait<Project>, kFirstWait<Output>), max_of(kFirstWait<GateUp>, kFirstWait<Down>));
 using WeightRing = Ring<STAGES, kStageBytes, kFarthest>;
 
-// Visits what this block needs of one product, stage by stage: weights [layer][rank][chunk][tile][P::kChunkBytes].
+// Visits this block's part of one product in one layer, stage by stage: [chunk][tile][P::kChunkBytes], from the first of
+// the cluster's tiles on.
 template <typename P, typename Visitor>
-__device__ __forceinline__ void visit_product(Visitor& visitor, const unsigned char* weights, int piece, int cluster) {
-  const int tiles = P::count(cluster);
-  const unsigned char* from =
-      weights + (static_cast<u64>(piece) * P::kChunks * P::kTiles + P::first(cluster)) * P::kChunkBytes;
-  for (int tile = 0; tile < tiles; tile += kStageTiles, from += kStageTiles * P::kChunkBytes) {
-    const int count = min(kStageTiles, tiles - tile), each = P::chunks_in_stage(count), bytes = count * P::kChunkBytes;
-    for (int chunk = 0; chunk < P::kChunks; chunk += each) {
-      visitor.begin(each * bytes);
-      for (int i = 0; i < each; ++i)
-        visitor.piece(i * bytes, from + static_cast<u64>(chunk + i) * P::kTiles * P::kChunkBytes, bytes);
+__device__ __forceinline__ void visit_product(Visitor& visitor, const unsigned char* from, int tiles) {
+  constexpr u32 kBytes = kStageTiles * P::kChunkBytes, kNextChunk = P::kTiles * P::kChunkBytes;
+#pragma unroll 1
+  for (; tiles >= kStageTiles; tiles -= kStageTiles, from += kBytes) {
+    const unsigned char* chunk = from;
+#pragma unroll 2
+    for (int i = 0; i < P::kChunks; ++i, chunk += kNextChunk) {
+      visitor.begin(kBytes);
+      visitor.piece(0, chunk, kBytes);
     }
   }
+  if (tiles == 0) return;
+  const u32 shift = P::log2_chunks_in_stage(tiles), bytes = tiles * P::kChunkBytes;
+#pragma unroll 1
+  for (int chunk = 0; chunk < P::kChunks; chunk += 1 << shift) {
+    visitor.begin(bytes << shift);
+#pragma unroll 1
+    for (u32 offset = 0; offset < bytes << shift; offset += bytes, from += kNextChunk)
+      visitor.piece(offset, from, bytes);
+  }
+}
+
+// Where that part begins in weights [layer][rank][chunk][tile][P::kChunkBytes]; `piece` counts layers and ranks.
+template <typename P>
+__device__ __forceinline__ const unsigned char* part_of(const unsigned char* weights, int piece, int cluster) {
+  return weights + (static_cast<u64>(piece) * P::kChunks * P::kTiles + P::first(cluster)) * P::kChunkBytes;
 }
 
 template <typename Visitor>
 __device__ __forceinline__ void visit_weights(const Plan& plan, Visitor& visitor) {
   const int cluster = blockIdx.x / kRanks, rank = cluster_rank();
-  for (int index = first_phase(plan); index < end_phase(plan); ++index) {
-    const Position at = locate(index);
-    const int piece = at.layer * kRanks + rank;
-    if (at.phase == kProject) visit_product<Project>(visitor, plan.project, piece, cluster);
-    if (at.phase == kOutput) visit_product<Output>(visitor, plan.output, piece, cluster);
-    if (at.phase == kGateUp) visit_product<GateUp>(visitor, plan.gate_up, piece, cluster);
-    if (at.phase == kDown) visit_product<Down>(visitor, plan.down, piece, cluster);
+  const int project = Project::count(cluster), added = Output::count(cluster), gate_up = GateUp::count(cluster);
+  const auto visit = [&](Phase phase, int piece) {
+    if (phase == kProject) visit_product<Project>(visitor, part_of<Project>(plan.project, piece, cluster), project);
+    if (phase == kOutput) visit_product<Output>(visitor, part_of<Output>(plan.output, piece, cluster), added);
+    if (phase == kGateUp) visit_product<GateUp>(visitor, part_of<GateUp>(plan.gate_up, piece, cluster), gate_up);
+    if (phase == kDown) visit_product<Down>(visitor, part_of<Down>(plan.down, piece, cluster), added);
+  };
+  if (!kResident) {
+    const Position at = locate(plan.phase);
+    return visit(at.phase, at.layer * kRanks + rank);
+  }
+#pragma unroll 1
+  for (int step = 0; step < plan.steps; ++step) {
+#pragma unroll 1
+    for (int piece = rank; piece < LAYERS * kRanks; piece += kRanks) {
+      visit(kProject, piece);
+      visit(kOutput, piece);
+      visit(kGateUp, piece);
+      visit(kDown, piece);
+    }
   }
 }
 
-// One thread fetches the weights into the ring.
+// Bytes that a block fetches at once: with fewer the memory idles, and with all that the ring holds, what blocks
+// exchange has to wait for them.
+constexpr int kBytesUnderWay = 65536, kUnderWay = min_of(kBytesUnderWay / kStageBytes, STAGES);
+
+// One thread fetches the weights into the ring. What a stage costs it, whatever its size, bounds the whole grid: a layer
+// has some forty of them. So nothing is divided here, nothing is worked out twice, and no fence stands in the way where
+// the ring is deep; and it has to be a thread that the compiler knows to be alone (see elect_one).
 struct Producer {
-  const WeightRing& ring;
+  WeightRing ring;
   u64 policy = evict_first_policy();
-  u32 number = 0, next = 0;
+  Spot spot = {0, 0};  // of the stage to come
+  u32 count = 0, to = 0, barrier = 0;
+
+  __device__ __forceinline__ explicit Producer(const WeightRing& ring_) : ring(ring_) {
+    // Otherwise they are worked out anew at each stage.
+    asm volatile("" : "+r"(ring.data), "+r"(ring.full), "+r"(ring.empty), "+r"(ring.claims));
+  }
 
   __device__ __forceinline__ void begin(u32 bytes) {
-    number = next++;
-    ring.claim<kUnderWay>(number, bytes);
+    to = ring.stage(spot);
+    barrier = ring.full_barrier(spot);
+    if (kUnderWay < STAGES) {
+      const u32 wrapped = spot.slot < kUnderWay ? 1 : 0, first = spot.slot + wrapped * STAGES - kUnderWay;
+      mbarrier_wait(ring.full + first * kBarrierBytes, spot.parity ^ wrapped);
+    }
+    mbarrier_wait(ring.empty + spot.slot * kBarrierBytes, spot.parity ^ 1);  // passes at once where nothing was before
+    mbarrier_expect(barrier, bytes);
+    if (!WeightRing::kIsDeep) ring.claim(++count);
+    spot = ring.behind(spot);
   }
-  __device__ __forceinline__ void piece(u32 offset, const unsigned char* from, u32 bytes) {
-    ring.fetch(number, offset, from, bytes, policy);
+  __device__ __forceinline__ void piece(u32 offset, const unsigned char* from, u32 bytes) const {
+    bulk_copy(to + offset, from, bytes, barrier, policy);
   }
 };
 
-// Another one runs ahead of it and fetches what the ring has no room for into the second-level cache: the memory keeps
-// busy while the blocks exchange, and what comes in a hurry has a short way.
+__device__ __forceinline__ void produce(const Plan& plan, const WeightRing& ring) {
+  Producer producer(ring);
+  visit_weights(plan, producer);
+}
+
+// Another thread runs ahead of the producer of a shallow ring, and fetches what that has no room for into the
+// second-level cache: the memory keeps busy while the blocks exchange, and what comes in a hurry has a short way.
 constexpr int kCachedBytes = 98304;  // ahead: more than twice as many are slower than none
 constexpr u32 kCachedStages = kCachedBytes / kStageBytes;
+constexpr bool kPrefetches = kResident && !WeightRing::kIsDeep;
 struct Prefetcher {
   const WeightRing& ring;
   u32 next = 0;
@@ -255,7 +324,12 @@ struct Prefetcher {
   }
 };
 
-// -- what one warp does for all ------------------------------------------------------------------------------------------
+__device__ __forceinline__ void prefetch(const Plan& plan, const WeightRing& ring) {
+  Prefetcher prefetcher{ring};
+  visit_weights(plan, prefetcher);
+}
+
+// -- what one warp does for all ---------------------------------------------------------------------------------------
 
 struct Work {
   int first, queries;        // of a cluster
@@ -274,8 +348,11 @@ struct Work {
 
 constexpr int kFenceBarrier = 1, kConsumerBarrier = 2, kResetBarrier = 3, kValueBarrier = 4;
 
-// One warp makes the resets of a layer visible to the grid before its block writes the sums of `down`, while the consumers
-// wait for hidden values. Whoever reads a buffer that was reset in this layer has read sums of this `down` before.
+// One warp makes the resets of a layer visible to the grid before its block publishes its sums of `down`, while the
+// consumers wait for hidden values and multiply. That is early enough: every block owns a tile of `down`, so each
+// publishes behind its own fence, and nobody reads a word that was reset in this layer before parts of the next
+// `project` (or of `leave`) have come from all blocks of its cluster, which together have read all columns of these
+// sums, hence of every block.
 __device__ __forceinline__ void fence_resets(const Plan& plan) {
   if (!kResident) return;  // the end of a launch does it
   for (int i = 0; i < plan.steps * LAYERS; ++i) {
@@ -289,16 +366,16 @@ __device__ __forceinline__ void fence_resets(const Plan& plan) {
 __device__ __forceinline__ void copy_prefix_values(const Plan& plan, Shared& shared, int layer, u64 policy) {
   const Work work(blockIdx.x / kRanks, cluster_rank(), *plan.valid);
   const int rows = max(0, min(work.count, work.prefix - work.start)), lane = threadIdx.x % kWarpSize;
-  if (lane == 0) mbarrier_expect(&shared.values_full, rows * kHeadDim * 2);
+  const u32 barrier = shared_address(&shared.values_full), to = shared_address(shared.values);
+  if (lane == 0) mbarrier_expect(barrier, rows * kHeadDim * 2);
   __syncwarp();
   const bf16* from = plan.prefix_value + (static_cast<u64>(layer) * plan.capacity + work.start) * kHeadDim;
   for (int row = lane; row < rows; row += kWarpSize)
-    bulk_copy(reinterpret_cast<unsigned char*>(shared.values) + row * kValueStride, from + row * kHeadDim, kHeadDim * 2,
-              &shared.values_full, policy);
+    bulk_copy(to + value_row(row) * kValueStride, from + row * kHeadDim, kHeadDim * 2, barrier, policy);
 }
 
-// Another warp fetches the values for every attention as soon as their memory is free: behind gate_up of the layer before, or
-// behind leave.
+// Another warp fetches the values for every attention as soon as their memory is free: behind gate_up of the layer
+// before, or behind leave.
 __device__ __forceinline__ void fetch_values(const Plan& plan, Shared& shared) {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -311,7 +388,7 @@ __device__ __forceinline__ void fetch_values(const Plan& plan, Shared& shared) {
   if (kResident || only.phase == kGateUp) named_barrier<kValueBarrier, kConsumers + kWarpSize>();
 }
 
-// -- consumer: what every phase uses -------------------------------------------------------------------------------------
+// -- consumer: what every phase uses ----------------------------------------------------------------------------------
 
 constexpr int kRowsEach = ceil_div(ROWS, kWarps);  // rows of the chunk that one warp has
 
@@ -345,8 +422,8 @@ struct Consumer {
     row = lane / 4;
   }
 
-  // What this block has of each product and of attention: worked out once and hidden from the compiler, which would do it
-  // again in every phase.
+  // What this block has of each product and of attention: worked out once and hidden from the compiler, which would do
+  // it again in every phase.
   __device__ __forceinline__ void know(int prefix_) {
     prefix = prefix_;
     identify();
@@ -395,21 +472,29 @@ struct Consumer {
     }
   }
 
-  // One thread: the next turn of `place` brings `bytes`.
-  __device__ __forceinline__ void expect(const Place& place, u32 bytes) {
-    if (thread == 0) mbarrier_expect(shared.parts + place.barrier, bytes);
+  __device__ __forceinline__ u32 parts_barrier(const Place& place) const {
+    return shared_address(shared.parts + place.barrier);
   }
 
-  // All parts of that turn of `place` have come. One warp looks, since many that do slow down those that still multiply.
-  __device__ __forceinline__ void await(const Place& place) {
-    if (warp == kWarps - 1) mbarrier_wait(shared.parts + place.barrier, place.parity);
+  // One thread: the next turn of `place` brings `bytes`.
+  __device__ __forceinline__ void expect(const Place& place, u32 bytes) {
+    if (thread == 0) mbarrier_expect(parts_barrier(place), bytes);
+  }
+
+  // All parts of that turn of `place` have come. One warp looks, since many that do slow down those that still
+  // multiply.
+  __device__ __forceinline__ void await_parts(const Place& place) const {
+    if (warp == kWarps - 1) mbarrier_wait(parts_barrier(place), place.parity);
+  }
+  __device__ __forceinline__ void await(const Place& place) const {
+    await_parts(place);
     block_barrier();
   }
 
   __device__ __forceinline__ int layers(const Position& at) const { return at.step * LAYERS + at.layer; }
 
-  // Where the parts of the running phase go. Barrier 0 counts those of project and output, 1 those of attend and gate_up, 2
-  // those of down, 3 those of leave. A launch of one phase starts to count anew.
+  // Where the parts of the running phase go. Barrier 0 counts those of project and output, 1 those of attend and
+  // gate_up, 2 those of down, 3 those of leave. A launch of one phase starts to count anew.
   __device__ __forceinline__ Place place(const Position& at) const {
     constexpr u32 kOdd = kResident ? 1 : 0;
     switch (at.phase) {
@@ -422,8 +507,8 @@ struct Consumer {
     }
   }
 
-  // Sums are counted: those of output of the first layer are number 0. This is the number of those that the running phase
-  // adds to the residual (project, gate_up, leave) or makes (output, down).
+  // Sums are counted: those of output of the first layer are number 0. This is the number of those that the running
+  // phase adds to the residual (project, gate_up, leave) or makes (output, down).
   __device__ __forceinline__ int sums(const Position& at) const {
     const int made = at.phase == kOutput || at.phase == kGateUp ? 0 : at.phase == kDown ? 1 : -1;
     return static_cast<int>(parity & 3) + 2 * layers(at) + made;

@@ -3,34 +3,91 @@
 #include "expert_multiply.cuh"
 #include "expert_residual.cuh"
 
-// -- operands ------------------------------------------------------------------------------------------------------------
+// -- operands ---------------------------------------------------------------------------------------------------------
 
 // Where eight inputs of an operand row lie in shared memory; `group` counts them.
 __device__ __forceinline__ unsigned char* operand(const Consumer& c, int row, int group) {
   return c.shared.operands + group / 8 * kOperandBytesOfChunk + row * 128 + (group % 8 ^ row % 8) * 16;
 }
 
-// Behind writes to the operands, in front of a barrier: products of four warps read shared memory in a way of their own.
+// The same of few rows, as an address in shared memory. Of a row behind the first eight it is that of its first two
+// inputs; two further ones lie at the address with 1, 2 or 3 added modulo 2 to bits 4 and 5 (see kMoreRowsOffset).
+__device__ __forceinline__ u32 operand_address(const Consumer& c, int row, int group) {
+  if (!kFewRows || row < 8) return shared_address(operand(c, row, group));
+  const int chunk = group / 8, pair = group % 8 / 4;
+  return shared_address(c.shared.operands) + chunk * kOperandBytesOfChunk + kMoreRowsOffset + pair * kMoreRowsPair +
+         (row - 8) * 64 + more_rows_swizzle(chunk, pair) + group % 4 * 4;
+}
+
+__device__ __forceinline__ void store_shared4(u32 shared, u32 word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+
+// Writes eight inputs of a row. OFFSET: bytes to another chunk, an even number of chunks further on.
+template <int OFFSET>
+__device__ __forceinline__ void store_operand(u32 to, int row, const uint4& v) {
+  if (kFewRows && row >= 8) {
+    store_shared4(to + OFFSET, v.x);
+    store_shared4((to ^ 16) + OFFSET, v.y);
+    store_shared4((to ^ 32) + OFFSET, v.z);
+    store_shared4((to ^ 48) + OFFSET, v.w);
+  } else {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + OFFSET), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+  }
+}
+
+// Behind writes to the operands, in front of a barrier: products of four warps read shared memory in a way of their
+// own.
 __device__ __forceinline__ void publish_operands() {
   if (WARPGROUPS) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Writes this lane's four inputs of one row.
-__device__ __forceinline__ void store_inputs(const Consumer& c, int row, const float4& v) {
-  *reinterpret_cast<uint2*>(operand(c, row, c.lane / 2) + c.lane % 2 * 8) =
-      make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+// Where this lane's four inputs of a row lie, and what writes them there.
+__device__ __forceinline__ u32 inputs_address(const Consumer& c, int row) {
+  const u32 to = operand_address(c, row, c.lane / 2);
+  return kFewRows && row >= 8 ? to ^ c.lane % 2 * 32 : to + c.lane % 2 * 8;
+}
+__device__ __forceinline__ void store_inputs(u32 to, int row, const float4& v) {
+  const u32 low = pack_bf16(v.x, v.y), high = pack_bf16(v.z, v.w);
+  if (kFewRows && row >= 8) {
+    store_shared4(to, low);
+    store_shared4(to ^ 16, high);
+  } else {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
+  }
+}
+
+// The sums of four squares that each lane has of a row, for the warp that adds them (see send_stored_squares). They lie
+// in the memory of traded sums: those are last read in front of the barrier at the end of output or down, and squares
+// are written and read behind that, in front of the one at the end of project or gate_up.
+constexpr int kSquareStride = kWarpSize + 4;  // free of bank conflicts
+static_assert(!kFewRows || ROWS * kSquareStride <= kTradedFloats, "squares of all rows");
+
+__device__ __forceinline__ void store_squares(const Consumer& c) {
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i)
+    if (c.row_of_warp(i) < ROWS) c.shared.traded[c.row_of_warp(i) * kSquareStride + c.lane] = square_of(c.residual[i]);
 }
 
 // The residual times 1 + scale, as bfloat16 operands of P.
 template <typename P>
 __device__ __forceinline__ void load_residual(Consumer& c, const Position& at) {
+  u32 to[kRowsEach];  // made before there is a value to wait for
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    to[i] = inputs_address(c, c.row_of_warp(i));
+    if (kFewRows) asm volatile("" : "+r"(to[i]));
+  }
   update_residual(c, at);
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
+    const int row = c.row_of_warp(i);
     const float4 v = scaled(c, c.residual[i]);
-    if (c.row_of_warp(i) < ROWS)
-      store_inputs(c, c.row_of_warp(i), make_float4(lifted<P>(v.x), lifted<P>(v.y), lifted<P>(v.z), lifted<P>(v.w)));
+    if (row < ROWS)
+      store_inputs(to[i], row, make_float4(lifted<P>(v.x), lifted<P>(v.y), lifted<P>(v.z), lifted<P>(v.w)));
   }
+  if (kFewRows) store_squares(c);
   publish_operands();
   c.block_barrier();
 }
@@ -39,19 +96,27 @@ __device__ __forceinline__ void load_residual(Consumer& c, const Position& at) {
 template <int PIECES>
 __device__ __forceinline__ void load_rows(const Consumer& c, const bf16* rows, int width) {
   constexpr int kCount = kRowsEach * PIECES;
-  uint4 v[kCount];
-  poll(v, [&](int i) -> const void* {
-    const int row = c.row_of_warp(i / PIECES);
-    return row < ROWS ? rows + row * width + i % PIECES * 256 + c.lane * 8 : nullptr;
-  });
+  u32 to[kRowsEach];  // made before there is a value to wait for
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int row = c.row_of_warp(i / PIECES);
-    if (row < ROWS) store16(operand(c, row, i % PIECES * 32 + c.lane), v[i]);
+  for (int i = 0; i < kRowsEach; ++i) {
+    to[i] = operand_address(c, c.row_of_warp(i), c.lane);
+    if (kFewRows) asm volatile("" : "+r"(to[i]));
+  }
+  uint4 v[kCount];
+  poll(v, [&](int i) { return c.row_of_warp(i / PIECES) < ROWS; },
+       [&](int i) { return rows + c.row_of_warp(i / PIECES) * width + i % PIECES * 256 + c.lane * 8; });
+  constexpr int kPiece = 256 / kChunk * kOperandBytesOfChunk;
+  static_assert(PIECES <= 2, "pieces of a row");
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int row = c.row_of_warp(i);
+    if (row >= ROWS) break;
+    store_operand<0>(to[i], row, v[i * PIECES]);
+    if (PIECES > 1) store_operand<kPiece>(to[i], row, v[i * PIECES + PIECES - 1]);
   }
 }
 
-// -- parts of outputs ------------------------------------------------------------------------------------------------------
+// -- parts of outputs -------------------------------------------------------------------------------------------------
 
 // A part of one output tile lies with its owner as parts[slot][rank][row][kTile].
 struct Sender {
@@ -59,7 +124,7 @@ struct Sender {
 
   __device__ __forceinline__ Sender(const Consumer& c, const Place& place, int owner) {
     to = remote(shared_address(place.parts) + (c.rank * ROWS + c.row) * kTile * 2 + c.quad * 4, owner);
-    counted = remote(shared_address(c.shared.parts + place.barrier), owner);
+    counted = remote(c.parts_barrier(place), owner);
   }
 
   __device__ __forceinline__ void send_tile(const Consumer& c, const u32 (&words)[kRowBlocks], int slot) const {
@@ -71,25 +136,34 @@ struct Sender {
 
 // Multiplies the tiles of this cluster and sends each to its owner: units of tiles go round the ranks.
 template <typename P>
-__device__ __forceinline__ void multiply_for_owners(Consumer& c, const Place& place) {
-  multiply_tiles<P>(c, [&](int tile, const u32 (&words)[kRowBlocks]) {
+__device__ __forceinline__ void multiply_for_owners(Consumer& c, TileMultiplier<P>& m, const Place& place) {
+  multiply_tiles<P>(c, m, [&](int tile, const u32 (&words)[kRowBlocks]) {
     const Sender sender(c, place, tile / P::kUnit % kRanks);
     sender.send_tile(c, words, tile / (P::kUnit * kRanks) * P::kUnit + tile % P::kUnit);
   });
 }
 
-// The eight parts of two neighbouring outputs, added.
-__device__ __forceinline__ float2 collect(const Consumer& c, const float* parts, int slot, int row) {
-  const u32* from = reinterpret_cast<const u32*>(parts) + (slot * kRanks * ROWS + row) * kTile / 2 + c.quad;
-  float2 sum = make_float2(0.0f, 0.0f);
+// Where the first part of two neighbouring outputs lies, as an address in shared memory, and the eight parts, added.
+__device__ __forceinline__ u32 parts_of(const Consumer& c, const float* parts, int slot, int row) {
+  return shared_address(parts) + ((slot * kRanks * ROWS + row) * kTile / 2 + c.quad) * 4;
+}
+__device__ __forceinline__ float2 collect(u32 from) {
+  u32 part[kRanks];
 #pragma unroll
-  for (int r = 0; r < kRanks; ++r) {
-    const u32 part = from[r * ROWS * kTile / 2];
-    sum.x += low_float(part);
-    sum.y += high_float(part);
+  for (int r = 0; r < kRanks; ++r) part[r] = load_shared4(from + r * ROWS * kTile * 2);
+  float2 sum = make_float2(low_float(part[0]), high_float(part[0]));
+#pragma unroll
+  for (int r = 1; r < kRanks; ++r) {
+    sum.x += low_float(part[r]);
+    sum.y += high_float(part[r]);
   }
   return sum;
 }
+
+// Whether a warp has at most one block of rows of one unit that its block owns. Then all addresses are made before the
+// wait.
+template <typename P>
+constexpr bool kOnce = kFewRows && P::kSlots / P::kUnit * kRowBlocks <= kWarps;
 
 // What the sums of two neighbouring outputs of narrow weights are multiplied by.
 template <typename P>
@@ -104,33 +178,40 @@ __device__ __forceinline__ float2 scaled_sum(const float2& sum, const float2& fa
   return make_float2(sum.x * factor.x, sum.y * factor.y);
 }
 
-// Calls visit(unit, row) for every row of the units that this block owns, a lane for each two outputs of a tile. Lanes whose row
-// does not exist come too. Warps begin from the first one, or from the last one.
-template <bool FROM_LAST, typename Visit>
+// Calls visit(unit, row) for every row of the units that this block owns, a lane for each two outputs of a tile. Lanes
+// whose row does not exist come too. Warps begin from the first one, or from the last one. IS_ONCE: none comes twice.
+template <bool FROM_LAST, bool IS_ONCE, typename Visit>
 __device__ __forceinline__ void visit_owned(const Consumer& c, int units, const Visit& visit) {
+  const int first = FROM_LAST ? kWarps - 1 - c.warp : c.warp;
+  if constexpr (IS_ONCE) {
+    if (first < units * kRowBlocks) visit(first / kRowBlocks, first % kRowBlocks * 8 + c.row);
+  } else {
 #pragma unroll 1
-  for (int i = FROM_LAST ? kWarps - 1 - c.warp : c.warp; i < units * kRowBlocks; i += kWarps)
-    visit(i / kRowBlocks, i % kRowBlocks * 8 + c.row);
+    for (int i = first; i < units * kRowBlocks; i += kWarps) visit(i / kRowBlocks, i % kRowBlocks * 8 + c.row);
+  }
 }
 
-// -- a product behind an adaptive norm -------------------------------------------------------------------------------------
+// -- a product behind an adaptive norm --------------------------------------------------------------------------------
 
-// What has come for the tiles of this owner, and the squares of all rows.
+// What comes for one row of a unit of this owner: addresses of the parts of its first tile, and of the row's squares.
 struct Arrived {
-  const float *parts, *squares;
+  u32 parts, squares;
 
-  __device__ __forceinline__ float inverse_rms(int row) const {
-    float total = 0.0f;
+  __device__ __forceinline__ void pin() { asm volatile("" : "+r"(parts), "+r"(squares)); }
+  __device__ __forceinline__ float inverse_rms() const {
+    float square[kRanks], total = 0.0f;
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) total += squares[r * ROWS + row];
+    for (int r = 0; r < kRanks; ++r) square[r] = __uint_as_float(load_shared4(squares + r * ROWS * 4));
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) total += square[r];
     return rsqrtf(total / kWidth + kEps);
   }
 
-  // Two neighbouring outputs of norm(x) @ W: the row's factor is applied to the sum, and the rest is in tables.
+  // Two neighbouring outputs of norm(x) @ W, of tile number `tile` of the unit: the row's factor is applied to the sum,
+  // and the rest is in tables.
   template <typename P>
-  __device__ __forceinline__ float2 value(const Consumer& c, int slot, int row, float inverse, const float2& factor,
-                                          const float2& shift) const {
-    const float2 y = scaled_sum<P>(collect(c, parts, slot, row), factor);
+  __device__ __forceinline__ float2 value(int tile, float inverse, const float2& factor, const float2& shift) const {
+    const float2 y = scaled_sum<P>(collect(parts + tile * kPartFloats * 4), factor);
     return make_float2(fmaf(y.x, inverse, shift.x), fmaf(y.y, inverse, shift.y));
   }
 };
@@ -142,13 +223,33 @@ __device__ __forceinline__ float2 shift_of(const Consumer& c, const Position& at
 }
 
 // The squares of this warp's rows, to all blocks of the cluster: squares[rank][row].
-__device__ __forceinline__ void send_squares(const Consumer& c, const float* squares, u64* barrier) {
+__device__ __forceinline__ void send_squares(const Consumer& c, const float* squares, u32 barrier) {
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
     const float sum = squares_of(c.residual[i]);
     if (c.row_of_warp(i) < ROWS && c.lane < kRanks)
-      send(remote(shared_address(squares + c.rank * ROWS + c.row_of_warp(i)), c.lane), sum,
-           remote(shared_address(barrier), c.lane));
+      send(remote(shared_address(squares + c.rank * ROWS + c.row_of_warp(i)), c.lane), sum, remote(barrier, c.lane));
+  }
+}
+
+// The same of few rows by the last warp, which has the fewest units, from what all have stored: two lanes a row.
+__device__ __forceinline__ void send_stored_squares(const Consumer& c, const float* squares, u32 barrier) {
+  if (c.warp < kWarps - 1) return;
+  const int row = c.lane / 2, half = c.lane % 2, existing = min(row, ROWS - 1);
+  const float* from = c.shared.traded + existing * kSquareStride + half * 16;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 v = load_float4(from + 4 * i);
+    sum += (v.x + v.y) + (v.z + v.w);
+  }
+  sum += __shfl_xor_sync(kAllLanes, sum, 1);
+  if (row >= ROWS) return;
+  const u32 to = shared_address(squares + c.rank * ROWS + row);
+#pragma unroll
+  for (int r = 0; r < kRanks / 2; ++r) {
+    const int block = half * (kRanks / 2) + r;
+    send(remote(to, block), sum, remote(barrier, block));
   }
 }
 
@@ -157,35 +258,47 @@ __device__ __forceinline__ u32* owned_sums(const Consumer& c, int number, int sl
   return c.sum_words(number) + (c.first<Output>() + slot * kRanks + c.rank) * kTile + c.quad * 2;
 }
 
-// Resets this block's words of the sums that were made before those that this phase has added. The parts of the latter came
-// from every block, and each had read the former by then. There are four copies, so these words are written again after the
-// fence of this layer, and read after sums that were made behind that fence. The last warps begin, as the first ones store what
-// has arrived.
+// Resets this block's words of the sums that were made before those that this phase has added. The parts of the latter
+// came from every block, and each had read the former by then. There are four copies, so these words are written again
+// after the fence of this layer, and read after sums that were made behind that fence. The last warps begin, as the
+// first ones store what has arrived.
 __device__ __forceinline__ void reset_sums(const Consumer& c, const Position& at) {
-  visit_owned<true>(c, c.owned<Output>(), [&](int slot, int row) {
+  visit_owned<true, kOnce<Output>>(c, c.owned<Output>(), [&](int slot, int row) {
     if (row < ROWS) store_relaxed(owned_sums(c, c.sums(at) - 1, slot) + row * kWidth, kUnwritten, kUnwritten);
   });
 }
 
-// norm(x) @ W for the tiles of this cluster; `store(arrived, early, unit, row)` stores what this block owns (see visit_owned).
-// `early` is what `fetch()` gives, which is called when there is nothing left to multiply, and before the wait.
+// norm(x) @ W for the tiles of this cluster; `store(arrived, early, unit, row)` stores what this block owns (see
+// visit_owned). `early` is what `fetch()` gives, which is called when there is nothing left to multiply, and before the
+// wait.
 template <typename P, typename Fetch, typename Store>
-__device__ __forceinline__ void multiply_normalised(Consumer& c, const Position& at, const Fetch& fetch, const Store& store) {
+__device__ __forceinline__ void multiply_normalised(Consumer& c, const Position& at, const Fetch& fetch,
+                                                    const Store& store) {
   const Place place = c.place(at), sums{place.parts + kSquares, place.barrier, place.parity};
   const int slots = c.owned<P>();
   c.expect(place, (slots * kPartFloats + kSquares) * 4);
+  TileMultiplier<P> multiplier(c);
+  multiplier.prepare(c);  // the rows come from other blocks, later
   load_residual<P>(c, at);
-  multiply_for_owners<P>(c, sums);
-  send_squares(c, place.parts, c.shared.parts + place.barrier);
+  if (kFewRows) send_stored_squares(c, place.parts, c.parts_barrier(place));
+  multiply_for_owners<P>(c, multiplier, sums);
+  if (!kFewRows) send_squares(c, place.parts, c.parts_barrier(place));
   c.stages += P::stages(c.count<P>());
   const auto early = fetch();
+  const auto arrived_at = [&](int unit, int row) {
+    const int existing = min(row, ROWS - 1);
+    return Arrived{parts_of(c, sums.parts, unit * P::kUnit, existing), shared_address(place.parts + existing)};
+  };
+  Arrived first = arrived_at(c.warp / kRowBlocks, c.warp % kRowBlocks * 8 + c.row);
+  if (kOnce<P>) first.pin();
   c.await(place);
-  const Arrived arrived{sums.parts, place.parts};
-  visit_owned<false>(c, slots / P::kUnit, [&](int unit, int row) { store(arrived, early, unit, row); });
+  visit_owned<false, kOnce<P>>(c, slots / P::kUnit, [&](int unit, int row) {
+    store(kOnce<P> ? first : arrived_at(unit, row), early, unit, row);
+  });
   reset_sums(c, at);
 }
 
-// -- a product that is added to the residual -------------------------------------------------------------------------------
+// -- a product that is added to the residual --------------------------------------------------------------------------
 
 // y = rows @ W, whose inputs are bfloat16 rows of the buffer at word `buffer`; `factors` are those of narrow weights.
 template <typename P>
@@ -196,23 +309,33 @@ __device__ __forceinline__ void multiply_added(Consumer& c, const Position& at, 
   };
   const Place place = c.place(at);
   c.expect(place, c.owned<P>() * kPartFloats * 4);
+  TileMultiplier<P> multiplier(c);
+  multiplier.prepare(c);  // the rows come from other blocks, later
   c.begin();
   c.block_barrier();  // warps that poll early would slow down those that still store
   load_rows<P::kSlice / 256>(c, c.rows(buffer, kInputs, c.layer_copy(at)) + c.rank * P::kSlice, kInputs);
   publish_operands();
-  if (at.phase == kDown) {
-    c.fence_barrier();
-  } else {
-    c.block_barrier();
-  }
-  multiply_for_owners<P>(c, place);
+  c.block_barrier();
+  multiply_for_owners<P>(c, multiplier, place);
   c.stages += P::stages(c.count<P>());
   const int early_slot = c.warp / kRowBlocks;
   const float2 early = factor(early_slot);  // fetched before the wait
-  c.await(place);
-  visit_owned<false>(c, c.owned<P>(), [&](int slot, int row) {
+  const int early_row = c.warp % kRowBlocks * 8 + c.row;
+  u32 early_from = parts_of(c, place.parts, early_slot, early_row);
+  u32* early_to = owned_sums(c, c.sums(at), early_slot) + early_row * kWidth;
+  if (kOnce<P>) asm volatile("" : "+r"(early_from), "+l"(early_to));
+  c.await_parts(place);
+  if (at.phase == kDown) {
+    c.fence_barrier();  // who reads what this block publishes next may rely on its resets (see fence_resets)
+  } else {
+    c.block_barrier();
+  }
+  visit_owned<false, kOnce<P>>(c, c.owned<P>(), [&](int slot, int row) {
     if (row >= ROWS) return;
-    const float2 sum = scaled_sum<P>(collect(c, place.parts, slot, row), slot == early_slot ? early : factor(slot));
-    store_relaxed(owned_sums(c, c.sums(at), slot) + row * kWidth, __float_as_uint(sum.x), __float_as_uint(sum.y));
+    const bool is_early = kOnce<P> || slot == early_slot;
+    const float2 sum = scaled_sum<P>(collect(kOnce<P> ? early_from : parts_of(c, place.parts, slot, row)),
+                                     is_early ? early : factor(slot));
+    u32* to = kOnce<P> ? early_to : owned_sums(c, c.sums(at), slot) + row * kWidth;
+    store_relaxed(to, __float_as_uint(sum.x), __float_as_uint(sum.y));
   });
 }

@@ -4,7 +4,7 @@
 
 __device__ __forceinline__ float4 load_float4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 
-// -- where a step begins -----------------------------------------------------------------------------------------------------
+// -- where a step begins ----------------------------------------------------------------------------------------------
 
 // The actions that this warp's rows have in front of this step, if it does not hold them yet.
 __device__ __forceinline__ void recall_actions(Consumer& c, const Position& at) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void enter(Consumer& c, const Position& at) {
   }
 }
 
-// -- what products add to it -----------------------------------------------------------------------------------------------
+// -- what products add to it ------------------------------------------------------------------------------------------
 
 // x += gate * (the sum that was made last), for this warp's rows.
 __device__ __forceinline__ void add_sums(Consumer& c, const Position& at) {
@@ -43,10 +43,7 @@ __device__ __forceinline__ void add_sums(Consumer& c, const Position& at) {
   const u32* from = c.sum_words(number) + c.column();
   float* kept = reinterpret_cast<float*>(c.plan.words + kResidual) + c.column();
   uint4 v[kRowsEach];
-  poll(v, [&](int i) -> const void* {
-    const int row = c.row_of_warp(i);
-    return row < ROWS ? from + row * kWidth : nullptr;
-  });
+  poll(v, [&](int i) { return c.row_of_warp(i) < ROWS; }, [&](int i) { return from + c.row_of_warp(i) * kWidth; });
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
     const int row = c.row_of_warp(i);
@@ -79,9 +76,10 @@ __device__ __forceinline__ void update_residual(Consumer& c, const Position& at)
   keep_residual(c, at);
 }
 
-__device__ __forceinline__ float squares_of(const float4& v) {
-  return warp_sum(fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w))));
+__device__ __forceinline__ float square_of(const float4& v) {
+  return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
 }
+__device__ __forceinline__ float squares_of(const float4& v) { return warp_sum(square_of(v)); }
 
 __device__ __forceinline__ float4 scaled(const Consumer& c, const float4& v) {
   return make_float4(fmaf(v.x, c.scale.x, v.x), fmaf(v.y, c.scale.y, v.y), fmaf(v.z, c.scale.z, v.z),

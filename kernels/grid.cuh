@@ -7,12 +7,12 @@ constexpr int kRanks = 8;  // blocks of a cluster: each takes an eighth of every
 // A grid that was not wholly resident would wait for ever: after some seconds the launch fails instead.
 constexpr u32 kMostSpins = 1u << 24;
 
-// -- between clusters: words that say themselves whether they have been written ------------------------------------------
+// -- between clusters: words that say themselves whether they have been written ---------------------------------------
 
 // A word of an exchanged buffer holds kUnwritten until its value arrives: a reader polls the data itself, so a value
-// takes one store and one load through L2, without a fence and a flag. As two bfloat16 or one float, kUnwritten is a NaN
-// that no instruction produces. Every buffer has copies that take turns. A block resets its words of a copy that everybody
-// has read, and its resets are fenced before any value without which nobody gets to read that copy again.
+// takes one store and one load through L2, without a fence and a flag. As two bfloat16 or one float, kUnwritten is a
+// NaN that no instruction produces. Every buffer has copies that take turns. A block resets its words of a copy that
+// everybody has read, and its resets are fenced before any value without which nobody gets to read that copy again.
 constexpr u32 kUnwritten = 0xffffffffu;
 
 __device__ __forceinline__ uint4 load_relaxed16(const void* p) {
@@ -36,19 +36,19 @@ __device__ __forceinline__ bool written(const uint4& v) {
   return v.x != kUnwritten && v.y != kUnwritten && v.z != kUnwritten && v.w != kUnwritten;
 }
 
-// Loads COUNT pieces of 16 bytes as soon as all of their words have been written. `from(i)` is the address of piece i, or
-// null: nothing is loaded.
-template <int COUNT, typename From>
-__device__ __forceinline__ void poll(uint4 (&to)[COUNT], const From& from) {
+// Loads pieces of 16 bytes as soon as all of their words have been written: those i for which has(i) is true, from the
+// address from(i). The others are zero.
+template <int COUNT, typename Has, typename From>
+__device__ __forceinline__ void poll(uint4 (&to)[COUNT], const Has& has, const From& from) {
   bool all;
   u32 spins = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) to[i] = make_uint4(0, 0, 0, 0);
   do {
     all = true;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      to[i] = make_uint4(0, 0, 0, 0);
-      if (from(i) != nullptr) to[i] = load_relaxed16(from(i));
-    }
+    for (int i = 0; i < COUNT; ++i)
+      if (has(i)) to[i] = load_relaxed16(from(i));
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) all = all && written(to[i]);
     if (++spins > kMostSpins) __trap();
@@ -61,7 +61,7 @@ __device__ __forceinline__ void exchange(void* copy, void* other, u32 value) {
   store_relaxed(other, kUnwritten);
 }
 
-// -- inside a cluster: stores into the shared memory of another block, counted by its barrier ----------------------------
+// -- inside a cluster: stores into the shared memory of another block, counted by its barrier -------------------------
 
 __device__ __forceinline__ u32 cluster_rank() {
   u32 rank;
@@ -94,7 +94,24 @@ __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// -- barriers ------------------------------------------------------------------------------------------------------------
+// -- registers --------------------------------------------------------------------------------------------------------
+
+// A group of four warps gives registers back, or asks for more of them, and has COUNT then: those that fetch need few.
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+// -- barriers ---------------------------------------------------------------------------------------------------------
 
 constexpr int kPairBarriers = 8;  // the first of eight that pairs of warps use
 
@@ -113,34 +130,44 @@ __device__ __forceinline__ void pair_barrier(int pair) {
   asm volatile("bar.sync %0, %1;" ::"r"(kPairBarriers + pair), "n"(2 * kWarpSize) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+// True in one thread of a warp, which must be converged. The compiler knows that it is one: around copies by a thread
+// that was chosen by its number it makes loops over all threads that might be there.
+__device__ __forceinline__ bool elect_one() {
+  u32 chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+  return chosen;
 }
 
-__device__ __forceinline__ void mbarrier_expect(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+// Barriers that count arrivals and bytes, named by their addresses in shared memory.
+constexpr u32 kBarrierBytes = 8;
+
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// With the usual scope of a block: the wider ones invalidate the first-level cache at every wait, and what arrives is shared
-// memory, which is not cached.
-__device__ __forceinline__ bool mbarrier_passed(u64* barrier, u32 parity) {
+__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// With the usual scope of a block: the wider ones invalidate the first-level cache at every wait, and what arrives is
+// shared memory, which is not cached.
+__device__ __forceinline__ bool mbarrier_passed(u32 barrier, u32 parity) {
   u32 done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(done)
-               : "r"(shared_address(barrier)), "r"(parity)
+               : "r"(barrier), "r"(parity)
                : "memory");
   return done;
 }
 
-__device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   if (mbarrier_passed(barrier, parity)) return;
 #pragma unroll 1
   for (u32 spins = 0; !mbarrier_passed(barrier, parity); ++spins)
     if (spins > kMostSpins) __trap();
 }
 
-// -- the ring ------------------------------------------------------------------------------------------------------------
+// -- the ring ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u64 evict_first_policy() {
   u64 policy;
@@ -148,71 +175,69 @@ __device__ __forceinline__ u64 evict_first_policy() {
   return policy;
 }
 
-__device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, u64* barrier, u64 policy) {
+__device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
 
-// One producer thread fills stages with bulk copies, in the order in which the consumers use them. Stages are numbered
-// from the start of the launch. FARTHEST: how far ahead of a stage that is still in use somebody may wait.
+// Where a stage lies, and whether that place was used before an even or an odd number of times.
 struct Spot {
   u32 slot, parity;
 };
 
+// One producer thread fills stages with bulk copies, in the order in which the consumers use them. Stages are numbered
+// from the start of the launch. DEPTH: stages that it holds, of BYTES. FARTHEST: how far behind a phase's first stage
+// somebody may wait for one before waiting for any other.
 template <int DEPTH, int BYTES, int FARTHEST>
 struct Ring {
-  unsigned char* data;
-  u64* full;
-  u64* empty;
-  u32* claims;  // stages claimed so far
+  static constexpr bool kIsDeep = DEPTH >= FARTHEST;
 
-  // Producer: stage `number` is free, and will hold `bytes`. At most AHEAD stages are under way at once.
-  template <int AHEAD>
-  __device__ __forceinline__ void claim(u32 number, u32 bytes) const {
-    static_assert(AHEAD <= DEPTH, "stages under way");
-    if (number >= AHEAD) mbarrier_wait(full + (number - AHEAD) % DEPTH, (number - AHEAD) / DEPTH & 1);
-    if (number >= DEPTH) mbarrier_wait(empty + number % DEPTH, (number / DEPTH - 1) & 1);
-    mbarrier_expect(full + number % DEPTH, bytes);
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(claims)), "r"(number + 1) : "memory");
+  // Addresses in shared memory. `claims`: how many stages have been claimed, unless it is deep.
+  u32 data, full, empty, claims;
+
+  // Producer of a shallow ring: the barriers of the first `count` stages are in the turn that they need.
+  __device__ __forceinline__ void claim(u32 count) const {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(claims), "r"(count) : "memory");
   }
-
   __device__ __forceinline__ u32 claimed() const {
     u32 count;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(count) : "r"(shared_address(claims)) : "memory");
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(count) : "r"(claims) : "memory");
     return count;
   }
 
-  // Producer: `bytes` from `global`, to `offset` in the stage.
-  __device__ __forceinline__ void fetch(u32 number, u32 offset, const void* global, u32 bytes, u64 policy) const {
-    bulk_copy(data + number % DEPTH * BYTES + offset, global, bytes, full + number % DEPTH, policy);
-  }
-
-  // Where stage `number` lies, and how often that place was used before, odd or even.
   __device__ __forceinline__ Spot spot(u32 number) const { return {number % DEPTH, number / DEPTH & 1}; }
   __device__ __forceinline__ Spot behind(const Spot& s) const {
     const bool wraps = s.slot + 1 == DEPTH;
     return {wraps ? 0 : s.slot + 1, s.parity ^ static_cast<u32>(wraps)};
   }
+  __device__ __forceinline__ u32 stage(const Spot& s) const { return data + s.slot * BYTES; }
+  __device__ __forceinline__ u32 full_barrier(const Spot& s) const { return full + s.slot * kBarrierBytes; }
 
-  __device__ __forceinline__ const unsigned char* stage(const Spot& s) const { return data + s.slot * BYTES; }
-
-  // A barrier tells two uses of its stage apart, but not three: in a shallow ring the stage must have been claimed first.
-  __device__ __forceinline__ void wait(u32 number, const Spot& s) const {
-    if (DEPTH < FARTHEST)
+  // Waits for stage `number`, whose barrier is `barrier`. `replaces`: what its place held before belongs to the same
+  // phase. A parity tells two turns of a place apart, but not three: the turn before must have been filled. In a
+  // shallow ring the stage is claimed first, which comes behind that. In a deep one the turn before was a stage of an
+  // earlier phase, which all warps have released; or it is waited for until they have. The turn before that one cannot
+  // be meant: it was in an earlier phase too, or this warp has waited since for a stage that the producer, who keeps the
+  // order, filled behind its release.
+  __device__ __forceinline__ void wait(u32 number, bool replaces, u32 barrier, u32 parity) const {
+    if (!kIsDeep) {
       for (u32 spins = 0; claimed() <= number; ++spins)
         if (spins > kMostSpins) __trap();
-    mbarrier_wait(full + s.slot, s.parity);
+    } else if (replaces) {
+      mbarrier_wait(barrier + (empty - full), parity ^ 1);
+    }
+    mbarrier_wait(barrier, parity);
   }
 
-  // One lane: `count` warps need the stage no longer; `loaded` is what this one loaded last. The count is made from it,
-  // since an arrival would overtake a load that is still under way.
-  __device__ __forceinline__ void release(const Spot& s, u32 loaded, u32 count) const {
+  // One lane: `count` warps need the stage with that barrier no longer; `loaded` is what this one loaded last. The
+  // count is made from it, since an arrival would overtake a load that is still under way.
+  __device__ __forceinline__ void release(u32 barrier, u32 loaded, u32 count) const {
     asm volatile(
         "{\n.reg .b32 n;\nor.b32 n, %1, %2;\nmin.u32 n, n, %2;\nmbarrier.arrive.shared.b64 _, [%0], n;\n}" ::"r"(
-            shared_address(empty + s.slot)),
+            barrier + (empty - full)),
         "r"(loaded), "r"(count)
         : "memory");
   }

@@ -255,7 +255,7 @@ def test_a_chunk_that_the_expert_has_no_room_for_leaves_the_other_parts_fused() 
         "expert": "reference",
     }
     (reason,) = [report.reason for report in reports if report.op == "expert"]
-    assert "64 rows and 112 keys a block need" in reason
+    assert "64 rows and 128 keys a block need" in reason
     assert isinstance(stages, ChosenStages)
 
 

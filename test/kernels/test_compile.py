@@ -127,6 +127,44 @@ def test_the_experts_products_of_four_warps_do_not_wait_for_each_other(bits: int
     assert "serialized" not in assembler_report(source)
 
 
+@pytest.mark.parametrize("rows", [1, 10, 16, 32])
+def test_the_registers_that_the_experts_warps_pass_on_are_there(rows: int) -> None:
+    """Warps that ask for more wait for ever unless the launch gives each thread 128."""
+    source = expert_source(rows=rows, capacity=712, clusters=15)
+    assert "Used 128 registers" in assembler_report(source)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_the_expert_keeps_ten_rows_in_registers(bits: int) -> None:
+    source = expert_source(rows=10, capacity=712, clusters=15, bits=(bits, bits, bits, bits))
+    assert "0 bytes spill stores, 0 bytes spill loads" in assembler_report(source)
+
+
+@pytest.mark.parametrize("clusters", [3, 15, 16])
+def test_the_host_lays_out_the_experts_memory_as_the_kernel_does(
+    clusters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for header in kernel_folder().glob("*.cuh"):
+        (tmp_path / header.name).write_bytes(header.read_bytes())
+    (tmp_path / "layout.cu").write_text(
+        '#include "expert_plan.cuh"\n'
+        'static_assert(SHARED_BYTES - sizeof(Shared) < 1400, "no more than alignment and barriers are rounded to");\n'
+        'extern "C" __global__ void nothing() {}\n'
+    )
+    monkeypatch.setattr(compiler, "kernel_folder", lambda: tmp_path)
+    compiled_any = 0
+    for rows in range(1, 65):
+        for capacity in (8, 712, 1024 - rows):
+            try:
+                sizes = kernel_sizes((16, 8, 4, 8), rows, capacity, clusters, 232448)
+            except KernelError:
+                continue  # more than a block has room for
+            source = KernelSource("layout", {**sizes, "LAYERS": 18, "RESIDENT": 1, "OVERLAP": 0})
+            assert compile_source(source, "sm_90a").startswith(b"\x7fELF")
+            compiled_any += 1
+    assert compiled_any > 40
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
 def test_prefix_attention_says_that_it_is_for_hopper(architecture: str) -> None:
     with pytest.raises(KernelError, match="prefix_attention.cu is written for sm_90a"):

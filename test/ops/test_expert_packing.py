@@ -308,10 +308,22 @@ def test_a_ring_of_narrow_stages_is_deeper(rows: int, capacity: int) -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "rows", "keys"),
-    [(712, 10, 96), (968, 10, 128), (968, 50, 128), (1, 1, 16), (118, 10, 16), (119, 10, 32)],
-)
+    [
+        (1, 1, 32), (118, 10, 32), (246, 10, 32), (247, 10, 64), (502, 10, 64), (503, 10, 96), (712, 10, 96),
+        (758, 10, 96), (759, 10, 128), (968, 10, 128), (968, 50, 128), (1023, 1, 128), (960, 64, 128),
+    ],
+)  # fmt: skip
 def test_a_block_has_room_for_an_eighth_of_the_keys(capacity: int, rows: int, keys: int) -> None:
     assert keys_of_a_block(capacity, rows) == keys
+
+
+def test_no_prefix_has_more_keys_than_room() -> None:
+    """A block takes whole tiles of eight keys; room comes in groups of four tiles, and the kernel has 128 at most."""
+    for total in range(2, 1025):
+        room, taken = keys_of_a_block(total - 1, 1), 8 * -(-total // 64)
+        assert taken <= room < taken + 32
+        assert room % 32 == 0
+        assert room <= 128
 
 
 def test_too_little_shared_memory_is_refused() -> None:

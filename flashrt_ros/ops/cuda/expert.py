@@ -17,7 +17,7 @@ from .kernel import Kernel, kernel
 MAX_ROWS, MAX_KEYS = 64, 1024
 MAX_CLUSTERS = 16
 _STAGE_TILES = 8
-_PART_BYTES = 2  # of a value that blocks of a cluster exchange behind a norm
+_PART_BYTES = 2  # of a part of a product or of attention that blocks of a cluster exchange
 _SYNC_WORDS = 4
 _FEWEST_STAGES = 4  # of the ring
 _ALIGNED = 1024  # bytes, of what lies behind the ring
@@ -81,8 +81,8 @@ def _up(value: int, step: int) -> int:
 
 
 def keys_of_a_block(capacity: int, rows: int) -> int:
-    """Keys that a block has room for: an eighth of the largest number, in whole tiles of eight and steps of sixteen."""
-    return 16 * _up(8 * _up(_up(capacity + rows, RANKS), 8), 16)
+    """Keys that a block has room for: an eighth of the largest number in tiles of eight, in whole groups of four."""
+    return 32 * _up(8 * _up(_up(capacity + rows, RANKS), 8), 32)
 
 
 def warps_that_multiply(rows: int) -> int:
@@ -116,10 +116,11 @@ def shared_layout(
     few = operand_rows(rows) <= 16
     sums = _up(_up(WIDTH // 8, clusters), RANKS) * RANKS * rows * 8 * _PART_BYTES
     x = max(parts((INNER + 2 * HEAD_DIM) // 8, 1), sums)
-    y = max(4 * RANKS * queries * (HEAD_DIM // RANKS + 2), sums)
+    y = max(RANKS * queries * (HEAD_DIM // RANKS * _PART_BYTES + 8), sums)
     leave = 4 * RANKS * (rows * ACTIONS + rows)
     values = max(keys * (HEAD_DIM * 2 + 16), parts(2 * HIDDEN // 8, 2), leave)
-    operands = max(HIDDEN // RANKS * 2 * operand_rows(rows), 16 * _up(queries, 16) * (576 + (keys + 8) * 6))
+    scores = 4 * (keys + 4 + keys // 8)  # of a query: weights, and a maximum for each tile of eight keys
+    operands = max(HIDDEN // RANKS * 2 * operand_rows(rows), 16 * _up(queries, 16) * (576 + scores))
     traded = warps_that_multiply(rows) * 32 * 16 if few else 0
     fixed = x + y + values + operands + traded + 4 * rows * ACTIONS + 1024 + 128
 
@@ -168,7 +169,7 @@ class ExpertKernel:
 
     Args:
         weights: packed.
-        rows: chunk length, at most 64, and as far as shared memory goes: 56 on an H200 with 16-bit weights.
+        rows: chunk length, at most 64, and as far as shared memory goes: 61 on an H200 with 16-bit weights.
         steps: Euler steps.
         capacity: rows of the prefix at most; with `rows` at most 1024.
         persistent: one launch for everything; otherwise one launch a phase, which computes the same bits.
