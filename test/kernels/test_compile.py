@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 
-from flashrt_ros.ops.cuda import compiler
+from flashrt_ros.ops.cuda import compiler, expert
 from flashrt_ros.ops.cuda.capsule import SOURCE as CAPSULE
 from flashrt_ros.ops.cuda.compiler import KernelSource, cache_key, compile_source, compiled, full_text, kernel_folder
+from flashrt_ros.ops.cuda.cubin import registers_of
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import kernel_sizes
+from flashrt_ros.ops.cuda.expert import demand_registers, kernel_sizes
 from flashrt_ros.ops.cuda.gemm import product_source
 from flashrt_ros.ops.cuda.image_attention import image_attention_source
 from flashrt_ros.ops.cuda.prefix_attention import prefix_attention_source
@@ -127,11 +129,30 @@ def test_the_experts_products_of_four_warps_do_not_wait_for_each_other(bits: int
     assert "serialized" not in assembler_report(source)
 
 
+@pytest.mark.parametrize("resident", [0, 1])
 @pytest.mark.parametrize("rows", [1, 10, 16, 32])
-def test_the_registers_that_the_experts_warps_pass_on_are_there(rows: int) -> None:
+def test_the_registers_that_the_experts_warps_hand_over_are_there(rows: int, resident: int) -> None:
     """Warps that ask for more wait for ever unless the launch gives each thread 128."""
-    source = expert_source(rows=rows, capacity=712, clusters=15)
-    assert "Used 128 registers" in assembler_report(source)
+    source = expert_source(rows=rows, capacity=712, clusters=15, RESIDENT=resident)
+    assert registers_of(compiled(source, "sm_90a")) == 128
+    demand_registers(source, "sm_90a", rows)
+
+
+def test_a_compiler_that_gives_the_experts_warps_too_few_registers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = expert_source(rows=10, capacity=712, clusters=15)
+    cubin = compiled(source, "sm_90a")
+    at = cubin.index(struct.pack("<BBH", 4, 0x2F, 8)) + 8  # behind attribute and symbol
+    fewer = cubin[:at] + struct.pack("<I", 120) + cubin[at + 4 :]
+    monkeypatch.setattr(expert, "compiled", lambda *_: fewer)
+    with pytest.raises(KernelError, match=r"^expert: NVRTC \d+\.\d+ gives each thread 120 registers, .* on 128"):
+        demand_registers(source, "sm_90a", 10)
+    demand_registers(source, "sm_120a", 10)  # nothing is handed over there
+    demand_registers(source, "sm_90a", 50)  # nor where many warps multiply
+
+
+@pytest.mark.parametrize("cubin", [b"", b"\x7fELF\x01\x01" + bytes(100), bytes(64)])
+def test_a_file_that_is_no_cubin_says_nothing_of_registers(cubin: bytes) -> None:
+    assert registers_of(cubin) is None
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..shapes import check
-from .compiler import KernelSource
+from .compiler import KernelSource, compiled, compiler_version
+from .cubin import registers_of
 from .errors import KernelError
 from .expert_codes import RANKS
 from .expert_packing import ACTIONS, HEAD_DIM, HEADS, HIDDEN, INNER, TILE_BYTES, WIDTH, ExpertWeights
-from .kernel import Kernel, kernel
+from .kernel import Kernel, architecture, kernel
 
 MAX_ROWS, MAX_KEYS = 64, 1024
 MAX_CLUSTERS = 16
@@ -20,6 +21,7 @@ _STAGE_TILES = 8
 _PART_BYTES = 2  # of a part of a product or of attention that blocks of a cluster exchange
 _SYNC_WORDS = 4
 _FEWEST_STAGES = 4  # of the ring
+_WARPS_OF_FEW_ROWS, _REGISTERS_OF_A_THREAD, _HANDS_OVER = 12, 128, "sm_90a"  # as in kernels/expert_plan.cuh
 _ALIGNED = 1024  # bytes, of what lies behind the ring
 PHASES_PER_LAYER = 5
 
@@ -87,7 +89,7 @@ def keys_of_a_block(capacity: int, rows: int) -> int:
 
 def warps_that_multiply(rows: int) -> int:
     """Of a block: the fewer, the more registers each has."""
-    return 12 if rows <= 32 else 16
+    return _WARPS_OF_FEW_ROWS if rows <= 32 else 16
 
 
 def operand_rows(rows: int) -> int:
@@ -160,6 +162,22 @@ def kernel_sizes(
     return layout | widths
 
 
+def demand_registers(source: KernelSource, arch: str, rows: int) -> None:
+    """KernelError if the warps of this kernel would wait for ever for registers that they hand to each other.
+
+    On Hopper those that fetch give some to those that multiply, where these are few; how many there are to give, the
+    kernel counts on what a launch gives to each thread (kernels/expert_plan.cuh).
+    """
+    if arch != _HANDS_OVER or warps_that_multiply(rows) != _WARPS_OF_FEW_ROWS:
+        return
+    found = registers_of(compiled(source, arch))
+    if found not in (None, _REGISTERS_OF_A_THREAD):
+        raise KernelError(
+            f"expert: NVRTC {compiler_version()} gives each thread {found} registers, its warps count on "
+            f"{_REGISTERS_OF_A_THREAD}; install nvidia-cuda-nvrtc==13.0.88"
+        )
+
+
 class ExpertKernel:
     """The expert for one chunk length, on one device.
 
@@ -222,7 +240,9 @@ class ExpertKernel:
             "RESIDENT": int(self.persistent),
             "OVERLAP": int(self.overlap),
         }
-        return kernel(KernelSource("expert", defines), "expert", self.device, sizes["SHARED_BYTES"])
+        source = KernelSource("expert", defines)
+        demand_registers(source, architecture(self.device), self.rows)
+        return kernel(source, "expert", self.device, sizes["SHARED_BYTES"])
 
     def prepare(self, modulation: Tensor) -> None:
         """Fill the tables that depend on `modulation`, on the current stream, before a call with it."""
