@@ -17,12 +17,12 @@ from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.gemm import CODES, Behind
 from flashrt_ros.ops.padding import padded_size
 from flashrt_ros.policies.pi05.config import Pi05Config
-from flashrt_ros.policies.pi05.cuda_products import PARTS_OF_K
+from flashrt_ros.policies.pi05.cuda_products import CONSUMERS, PARTS_OF_K
 from flashrt_ros.precision import e4m3
 
 TWO_VIEWS = Pi05Config(views=("left", "right"), state_names=("joint",), action_names=("joint",))
 _SPREAD = 60.0  # standard deviation of drawn codes, an eighth of the largest
-_TILE_OUTPUTS = 128
+_USUAL_CONSUMERS, _CONSUMER_OUTPUTS = 2, 64  # warpgroups that multiply, outputs of a tile for each
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Product:
     bias: bool = False
     tiles: tuple[int, ...] = ()
     parts: tuple[int, ...] = (1,)
+    consumers: tuple[int, ...] = (_USUAL_CONSUMERS,)
     rings: tuple[int, ...] = (0,)  # stages; 0: as many as there is memory for
 
     @property
@@ -55,17 +56,24 @@ class Product:
         """The variant that the fused stages take on a GPU of so many multiprocessors."""
         wide = self.operands == "bf16"
         parts = 1 if wide else PARTS_OF_K.get(self.site, 1)
-        units = -(-self.outputs // _TILE_OUTPUTS) * parts
-        tile = gemm.tile_rows(self.rows, units, processors)
-        return {"tile_rows": tile, "parts": parts}
+        consumers = _USUAL_CONSUMERS if wide else CONSUMERS.get(self.site, _USUAL_CONSUMERS)
+        units = -(-self.outputs // (_CONSUMER_OUTPUTS * consumers)) * parts
+        return _variant(gemm.tile_rows(self.rows, units, processors, consumers), parts, consumers)
 
     def variants(self, processors: int) -> Iterator[dict[str, int]]:
         """Choices of the own kernel; what is in use is among them."""
         used = self.in_use(processors)
         tiles = dict.fromkeys((used["tile_rows"], *self.tiles))
         parts = dict.fromkeys((used["parts"], *self.parts))
-        for tile, part, ring in combinations(tiles, parts, self.rings):
-            yield {"tile_rows": tile, "parts": part} | ({"stages": ring} if ring else {})
+        for tile, part, consumers, ring in combinations(tiles, parts, self.consumers, self.rings):
+            if tile <= gemm.MOST_ROWS[consumers]:
+                yield _variant(tile, part, consumers) | ({"stages": ring} if ring else {})
+
+
+def _variant(tile: int, parts: int, consumers: int) -> dict[str, int]:
+    """Choices as a result names them; the usual number of consumers goes without saying."""
+    named = {"consumers": consumers} if consumers != _USUAL_CONSUMERS else {}
+    return {"tile_rows": tile, "parts": parts, **named}
 
 
 def products(config: Pi05Config = TWO_VIEWS) -> tuple[Product, ...]:
@@ -81,7 +89,7 @@ def products(config: Pi05Config = TWO_VIEWS) -> tuple[Product, ...]:
     return (
         of("vision.qkv", seen, vision, 3 * vision, bias=True, tiles=(256, 176, 128, 104)),
         of("vision.output", seen, vision, vision, bias=True, tiles=(176, 128, 80, 64, 40), parts=(1, 2, 3)),
-        of("vision.up", seen, vision, hidden, behind="gelu", bias=True, tiles=(256, 176, 128, 64)),
+        of("vision.up", seen, vision, hidden, behind="gelu", bias=True, tiles=(256, 176, 128, 64), consumers=(2, 3)),
         of("vision.down", seen, hidden, vision, bias=True, tiles=(256, 176, 128, 80), parts=(2, 3, 4, 7)),
         of("prefix.qkv", read, width, packed, tiles=(240, 192, 144, 128, 120)),
         of("prefix.output", read, config.query_width, width, tiles=(240, 192, 184, 144, 96), parts=(1, 2, 4)),

@@ -2,7 +2,8 @@
 //
 // ROW_SCALE 1: each row of x has a factor (`scale`). 0: each output has one (`factor`), and a bias. GELU: gelu_tanh
 // behind it. GEGLU: `weights` hold all gates, then all ups; out [rows, outputs / 2] = gelu_tanh(gate) * up. Otherwise out
-// [rows, outputs]. OUT8: E4M3 codes of the bfloat16 that would have been stored, under `out_scale`, instead of bfloat16.
+// [rows, outputs]. OUT8: E4M3 codes under `out_scale` instead of bfloat16; those of the bfloat16 that would have been
+// stored, or behind an activation those of half precision, see gelu_tanh_halves.
 #pragma once
 #include "quantise.cuh"
 
@@ -15,7 +16,7 @@
 
 // A consumer stages a chunk of its rows at a time, with all of its columns, so that all of its warps compute.
 constexpr int kMatrices = TILE_ROWS / 8;
-constexpr int kChunks = OUT8 || kMatrices == 1 ? 1 : 2;
+constexpr int kChunks = OUT8 || ROTARY || kMatrices == 1 ? 1 : 2;
 constexpr int kChunkMatrices = (kMatrices + kChunks - 1) / kChunks;  // the largest chunk's
 
 __host__ __device__ constexpr int first_matrix(int chunk) { return chunk * kMatrices / kChunks; }
@@ -36,10 +37,11 @@ __device__ __forceinline__ void for_chunks(Call call) {
 // One copy stores whole chunks if all are of one size, otherwise the 8 rows of a matrix.
 constexpr int kBoxMatrices = kMatrices % kChunks == 0 ? kChunkMatrices : 1;
 
-// The staged output: rows of bfloat16, or with OUT8 rows of 16-bit pairs of codes, those of two rows in one column.
+// The staged output: rows of bfloat16, or with OUT8 rows of 16-bit pairs of codes, those of two rows in one column. With
+// ROTARY first halves of heads, then second ones.
 constexpr int kLineBytes = kOutColumns * 2;
 constexpr int kOutLines = OUT8 ? (kMatrices + 1) / 2 * 8 : kChunkMatrices * 8;
-constexpr int kOutBytes = kOutLines * kLineBytes;
+constexpr int kOutBytes = (ROTARY ? 2 : 1) * kOutLines * kLineBytes;
 static_assert(kOutBytes % (8 * kLineBytes) == 0, "swizzle atoms");
 
 // scale float32[rows], factor float32[outputs], bias bf16[outputs]: null for none; out_scale float32[1] and codes
@@ -67,22 +69,79 @@ __device__ __forceinline__ float2 gelu_tanh_two(float first, float second) {
   return make_float2(first * (inverse * b), second * (inverse * a));
 }
 
-// Factors and biases of this thread's two weight rows: lane / 4 of its warp's 16, and 8 further (with GEGLU, a gate and
-// the up of the same output). They are read before the sums are there.
+#if OUT8
+// Two values as half precision, the first in the low bits; what is larger becomes 65504, NaN stays NaN.
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ u32 magnitudes(u32 pair) {
+  u32 d;
+  asm("abs.f16x2 %0, %1;" : "=r"(d) : "r"(pair));
+  return d;
+}
+
+// Codes of two values in half precision; that of the low one in the low byte.
+__device__ __forceinline__ u32 e4m3_of_halves(u32 pair) {
+  unsigned short codes;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(pair));
+  return codes;
+}
+
+// gelu_tanh(x) * c of two values in half precision. `x` holds them, finite or NaN, and `scaled` holds x * c with c > 0.
+// The result is max(x, 0) - |x| * sigmoid(-2u) with u of |x|. The base-2 logarithm of that sigmoid is so smooth that a
+// polynomial of degree four stays within 0.0015 of it. So what remains of a negative x keeps its relative precision,
+// which 1 + tanh(u) would lose, and no reciprocal is needed. All coefficients have one sign: however large |x| is, the
+// exponent ends at minus infinity and the sigmoid at zero. NaN stays NaN.
+//
+// Codes of such values are those of the exact ones, or of one in a hundred the neighbour, about as if the values had
+// been rounded to bfloat16 first. That holds while |x| with GELU, |up| with GEGLU, is at most 65504 times out_scale,
+// and out_scale at least 1e-4 with GELU.
+__device__ __forceinline__ u32 gelu_tanh_halves(u32 x, u32 scaled) {
+  constexpr u32 kCoefficients[5] = {0xbc01bc01, 0xbc84bc84, 0xb822b822, 0x98a898a8, 0x9f779f77};  // of |x|^0 to |x|^4
+  const u32 y = magnitudes(x);
+  u32 exponent = kCoefficients[4];
+#pragma unroll
+  for (int i = 3; i >= 0; --i) exponent = fma_halves(y, exponent, kCoefficients[i]);
+  u32 sigmoid, positive, negative;
+  asm("ex2.approx.f16x2 %0, %1;" : "=r"(sigmoid) : "r"(exponent));
+  asm("max.f16x2 %0, %1, %2;" : "=r"(positive) : "r"(scaled), "r"(0));
+  asm("neg.f16x2 %0, %1;" : "=r"(negative) : "r"(magnitudes(scaled)));
+  return fma_halves(negative, sigmoid, positive);
+}
+#endif
+
+// Factors and biases of this thread's two weight rows: lane / 4 of its warp's 16, and 8 further (with pairs: a gate and
+// the up of the same output, or a value of a head and that of the other half). They are read before the sums are there.
 struct Outputs {
   float factor[2], bias[2], inverse;
 
-  __device__ Outputs(const Operands& operands, const Tile& tile, int consumer) {
+  // `inverse`: what a value is multiplied by before it becomes a code; 1 without codes.
+  __device__ Outputs(const Operands& operands, const Tile& tile, int consumer, float inverse) : inverse(inverse) {
     const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarpSize, quad = thread % kWarpSize / 4;
+    const int apart = GEGLU ? operands.columns() : ROTARY ? kHeadDim / 2 : 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int output = tile.column * kColumns + consumer * 64 + warp * 16 + 8 * half + quad;
-      if (GEGLU) output = tile.column * (kColumns / 2) + consumer * 32 + warp * 8 + quad + half * operands.columns();
+      const int output = tile.output() + consumer * kOutColumns + warp * (kOutColumns / 4) + quad + half * apart;
       const bool there = !ROW_SCALE && output < operands.outputs;
       factor[half] = there && operands.factor != nullptr ? operands.factor[output] : 1.0f;
       bias[half] = there && operands.bias != nullptr && tile.part == 0 ? to_float(operands.bias[output]) : 0.0f;
     }
-    inverse = OUT8 ? inverse_of(operands.out_scale) : 1.0f;
+    if (OUT8 && GEGLU) factor[1] *= inverse, bias[1] *= inverse;  // for `codes`: up as the code wants it
   }
 
   // One sum of weight row `half`, in a row of x with that scale.
@@ -101,6 +160,23 @@ struct Outputs {
     if (GEGLU) first *= linear(s[2], scale.x, 1), second *= linear(s[3], scale.y, 1);
     return pack_bf16(first, second);
   }
+
+#if OUT8
+  // The two codes of the same, in 16 bits.
+  __device__ __forceinline__ u32 codes(const float (&sums)[TILE_ROWS / 2], float2 scale, int m, int half) const {
+    if (!GELU && !GEGLU) {
+      const u32 two = pair(sums, scale, m, half);
+      return e4m3_pair(low_float(two) * inverse, high_float(two) * inverse);
+    }
+    const float* s = sums + 4 * m + (GEGLU ? 0 : 2 * half);
+    const float first = linear(s[0], scale.x, half), second = linear(s[1], scale.y, half);
+    const u32 x = pack_halves(first, second);
+    if (!GEGLU) return e4m3_of_halves(gelu_tanh_halves(x, pack_halves(first * inverse, second * inverse)));
+    const float rest = ROW_SCALE ? inverse : 1.0f;  // otherwise the factor of up holds it
+    const u32 up = pack_halves(linear(s[2], scale.x, 1) * rest, linear(s[3], scale.y, 1) * rest);
+    return e4m3_of_halves(multiply_halves(gelu_tanh_halves(x, x), up));
+  }
+#endif
 };
 
 // Scales of this thread's two rows of matrix m.
@@ -133,16 +209,11 @@ __device__ __forceinline__ u32 staged(u32 out, int line, int group) {
 
 #if OUT8
 // A warp stages 8 columns, group `group`, of all rows of the tile. Pairs of rows of two matrices make one of 8 lines:
-// line 8 * w + i holds rows 16 * w + 2 * i and the one behind it. value(m) are this thread's two rows of matrix m.
-template <class Value>
-__device__ __forceinline__ void stage_columns(u32 out, int group, float inverse, Value value) {
+// line 8 * w + i holds rows 16 * w + 2 * i and the one behind it. codes(m): of this thread's two rows of matrix m.
+template <class Codes>
+__device__ __forceinline__ void stage_columns(u32 out, int group, Codes codes) {
   const int lane = threadIdx.x % kWarpSize, line = lane % 8 / 2 + lane % 2 * 4;
-  const auto codes = [&](int m) -> u32 {
-    if (m >= kMatrices) return 0;
-    const u32 pair = value(m);
-    return e4m3_pair(low_float(pair) * inverse, high_float(pair) * inverse);
-  };
-  const auto two = [&](int w) { return codes(2 * w) | codes(2 * w + 1) << 16; };
+  const auto two = [&](int w) -> u32 { return codes(2 * w) | (2 * w + 1 < kMatrices ? codes(2 * w + 1) << 16 : 0); };
   constexpr int kWords = (kMatrices + 1) / 2, kFours = kWords / 4 * 4;
 #pragma unroll
   for (int w = 0; w < kFours; w += 4) {
@@ -162,23 +233,39 @@ __device__ __forceinline__ uint4 load_staged(u32 shared) {
   return v;
 }
 
-// Stores all rows of the tile, from column `column`: each thread 16 codes of two rows at a time.
+// Stores all rows of the tile, from column `column`: each thread 16 codes of two rows in a turn. From turn to turn only
+// the line changes, by a multiple of the 8 after which the swizzle comes back. All turns load before the first stores;
+// in place of lines that are not there the last ones are read, so that nobody branches.
 __device__ __forceinline__ void send_codes(u32 out, const Operands& operands, int column, const Tile& tile,
                                            int rows) {
-  constexpr int kValues = 16, kPieces = kOutColumns / kValues;
-  const int columns = operands.columns();
-  for (int i = threadIdx.x % kGroupThreads; i < TILE_ROWS / 2 * kPieces; i += kGroupThreads) {
-    const int line = i / kPieces, piece = i % kPieces;
-    const int row = tile.row * TILE_ROWS + 2 * line, at = column + piece * kValues;
-    if (row >= rows || at >= columns) continue;
-    const uint4 a = load_staged(staged(out, line, 2 * piece)), b = load_staged(staged(out, line, 2 * piece + 1));
-    unsigned char* first = operands.codes + static_cast<u64>(row) * columns + at;
+  constexpr int kValues = 16, kPieces = kOutColumns / kValues, kTurnLines = kGroupThreads / kPieces;
+  constexpr int kLines = TILE_ROWS / 2, kTurns = (kLines + kTurnLines - 1) / kTurnLines;
+  static_assert(kTurnLines % 8 == 0 && kOutLines % 8 == 0, "lines of equal swizzle");
+  const int columns = operands.columns(), thread = threadIdx.x % kGroupThreads;
+  const int line = thread / kPieces, piece = thread % kPieces, at = column + piece * kValues;
+  const int row = tile.row * TILE_ROWS + 2 * line;
+  const u32 from[2] = {staged(out, line, 2 * piece), staged(out, line, 2 * piece + 1)};
+  const int left = at < columns ? min(rows - row, TILE_ROWS - 2 * line) : 0;  // rows of the tile for this thread
+  uint4 v[kTurns][2];
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    int further = turn * kTurnLines;
+    if (further + kTurnLines > kOutLines) further = min(further, kOutLines - 8 - line / 8 * 8);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v[turn][i] = load_staged(from[i] + further * kLineBytes);
+  }
+  unsigned char* to = operands.codes + static_cast<u64>(row) * columns + at;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const uint4 &a = v[turn][0], &b = v[turn][1];
     constexpr u32 kEven = 0x6420, kOdd = 0x7531;  // bytes of two words: those of the first row, of the second
-    store16(first, make_uint4(__byte_perm(a.x, a.y, kEven), __byte_perm(a.z, a.w, kEven),
-                              __byte_perm(b.x, b.y, kEven), __byte_perm(b.z, b.w, kEven)));
-    if (row + 1 < rows)
-      store16(first + columns, make_uint4(__byte_perm(a.x, a.y, kOdd), __byte_perm(a.z, a.w, kOdd),
-                                          __byte_perm(b.x, b.y, kOdd), __byte_perm(b.z, b.w, kOdd)));
+    if (2 * turn * kTurnLines < left)
+      store16(to, make_uint4(__byte_perm(a.x, a.y, kEven), __byte_perm(a.z, a.w, kEven),
+                             __byte_perm(b.x, b.y, kEven), __byte_perm(b.z, b.w, kEven)));
+    if (2 * turn * kTurnLines + 1 < left)
+      store16(to + columns, make_uint4(__byte_perm(a.x, a.y, kOdd), __byte_perm(a.z, a.w, kOdd),
+                                       __byte_perm(b.x, b.y, kOdd), __byte_perm(b.z, b.w, kOdd)));
+    to += static_cast<u64>(2 * kTurnLines) * columns;
   }
 }
 #else
@@ -203,8 +290,10 @@ __device__ __forceinline__ int out_row(const Operands& operands, const Tile& til
   return tile.part * operands.part_rows + tile.row * TILE_ROWS;
 }
 __device__ __forceinline__ int out_column(const Tile& tile, int consumer) {
-  return (tile.column * kConsumers + consumer) * kOutColumns;
+  return tile.output() + consumer * kOutColumns;
 }
+// Who lets the engine store what a consumer has staged: its first thread, with ROTARY another one too.
+__device__ __forceinline__ bool is_storer(int thread) { return thread == 0 || ROTARY && thread == kWarpSize; }
 
 // `out` is this consumer's staged output.
 __device__ __forceinline__ void epilogue(const float (&sums)[TILE_ROWS / 2], const float* scales,
@@ -216,8 +305,8 @@ __device__ __forceinline__ void epilogue(const float (&sums)[TILE_ROWS / 2], con
   consumer_barrier(consumer);  // all have read what was staged before
 #pragma unroll
   for (int half = 0; half < kGroups; ++half)
-    stage_columns(out, warp * kGroups + half, outputs.inverse,
-                  [&](int m) { return outputs.pair(sums, row_scales(scales, m), m, half); });
+    stage_columns(out, warp * kGroups + half,
+                  [&](int m) { return outputs.codes(sums, row_scales(scales, m), m, half); });
   consumer_barrier(consumer);
   send_codes(out, operands, out_column(tile, consumer), tile, rows);
 #else

@@ -1,146 +1,188 @@
 // Normalisations over rows of bfloat16, fused with what stands beside them. One warp a row.
 // COLS: row width, a multiple of 128. QUANTISED: layer_norm and residual_rms_norm write E4M3 codes of the bfloat16 that
 // they would have written: `out` uint8[rows, COLS], under input_scale float32[1], behind multiplier float32[COLS] (null
-// for none). Otherwise `out` is bf16[rows, COLS], and both are not read.
+// for none). Otherwise `out` is bf16[rows, COLS], and both are not read. PARTS: of the branch that both add; 0: none, and
+// `branch` is not read.
 #include "quantise.cuh"
 
 #ifndef QUANTISED
 #define QUANTISED 0
+#endif
+#ifndef PARTS
+#define PARTS 0
 #endif
 
 constexpr int kRowsPerBlock = 4;
 constexpr int kGroups = COLS / (4 * kWarpSize);  // eight-byte groups a lane
 static_assert(COLS % (4 * kWarpSize) == 0, "a lane reads groups of four values");
 
+// Where group g of this lane stands in a row.
+__device__ __forceinline__ int column_of(int g) { return (g * kWarpSize + threadIdx.x % kWarpSize) * 4; }
+
+__device__ __forceinline__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
+
+__device__ __forceinline__ void unpack4(const uint2& four, float (&v)[4]) {
+  v[0] = low_float(four.x), v[1] = high_float(four.x);
+  v[2] = low_float(four.y), v[3] = high_float(four.y);
+}
+
+__device__ __forceinline__ uint2 pack4(const float (&v)[4]) {
+  return make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+}
+
 __device__ __forceinline__ void load_row(const bf16* row, float (&v)[kGroups][4]) {
-  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const uint2 pair = *reinterpret_cast<const uint2*>(row + (g * kWarpSize + lane) * 4);
-    v[g][0] = low_float(pair.x);
-    v[g][1] = high_float(pair.x);
-    v[g][2] = low_float(pair.y);
-    v[g][3] = high_float(pair.y);
-  }
+  for (int g = 0; g < kGroups; ++g) unpack4(load4(row + column_of(g)), v[g]);
 }
 
 __device__ __forceinline__ void store4(bf16* p, const float (&v)[4]) {
-  *reinterpret_cast<uint2*>(p) = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+  *reinterpret_cast<uint2*>(p) = pack4(v);
 }
 
-// A branch of `parts` parts, each part_rows rows behind the one before: v = bfloat16(v + their sum), also to `row`.
-struct Branch {
-  const bf16* first;
-  int parts, part_rows;
+// v = row; with PARTS, first row = bfloat16(row + the sum of the branch's parts), each `part_values` values behind the one
+// before. All that is read is asked for before any of it is used: what a warp waits for is one round trip, not one for
+// each part. Registers suffice for that up to five parts of rows of 2048.
+__device__ __forceinline__ void load_and_add(bf16* row, const bf16* branch, u64 part_values, float (&v)[kGroups][4]) {
+  uint2 own[kGroups], more[kGroups][PARTS + 1];  // the last one is not used
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    own[g] = load4(row + column_of(g));
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) more[g][part] = load4(branch + part * part_values + column_of(g));
+  }
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    unpack4(own[g], v[g]);
+    if (PARTS == 0) continue;
+    float sum[4];
+    unpack4(more[g][0], sum);
+#pragma unroll
+    for (int part = 1; part < PARTS; ++part) {
+      float next[4];
+      unpack4(more[g][part], next);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += next[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum[i] = v[g][i] + sum[i];
+    const uint2 rounded = pack4(sum);
+    unpack4(rounded, v[g]);
+    *reinterpret_cast<uint2*>(row + column_of(g)) = rounded;
+  }
+}
 
-  __device__ __forceinline__ void add(float (&v)[kGroups][4], bf16* rows, u64 start) const {
-    if (first == nullptr) return;
-    float sum[kGroups][4];
-    load_row(first + start, sum);
-#pragma unroll 1
-    for (int part = 1; part < parts; ++part) {
-      float more[kGroups][4];
-      load_row(first + static_cast<u64>(part) * part_rows * COLS + start, more);
+// What values are multiplied by in front of their scale, for this lane's groups.
+template <bool MULTIPLIED>
+struct Multipliers {
+  float4 of[kGroups];
+
+  __device__ __forceinline__ explicit Multipliers(const float* row) {
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[g][i] += more[g][i];
-    }
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[g][i] = to_float(to_bf16(v[g][i] + sum[g][i]));
-      store4(rows + start + (g * kWarpSize + threadIdx.x % kWarpSize) * 4, v[g]);
-    }
+    for (int g = 0; g < kGroups; ++g) of[g] = *reinterpret_cast<const float4*>(row + column_of(g));
   }
 };
+template <>
+struct Multipliers<false> {
+  __device__ __forceinline__ explicit Multipliers(const float*) {}
+};
 
-// Where a normalised row goes.
+// Where a normalised row goes; `inverse` is that of the scale.
 struct Target {
   void* out;
-  const float *input_scale, *multiplier;
+  const float* multiplier;
+  float inverse;
+
+  __device__ Target(void* out, const float* input_scale, const float* multiplier)
+      : out(out), multiplier(multiplier), inverse(QUANTISED ? inverse_of(input_scale) : 1.0f) {}
 
   // Four values of group g of the row that starts at `start`.
-  __device__ __forceinline__ void store(u64 start, int g, float (&v)[4], float inverse) const {
-    const int column = (g * kWarpSize + threadIdx.x % kWarpSize) * 4;
-    if (!QUANTISED) return store4(static_cast<bf16*>(out) + start + column, v);
-    float factor[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-    if (multiplier != nullptr) {
-      const float4 four = *reinterpret_cast<const float4*>(multiplier + column);
-      factor[0] = four.x, factor[1] = four.y, factor[2] = four.z, factor[3] = four.w;
+  template <bool MULTIPLIED>
+  __device__ __forceinline__ void store(u64 start, int g, const float (&v)[4],
+                                        const Multipliers<MULTIPLIED>& multipliers) const {
+    if (!QUANTISED) return store4(static_cast<bf16*>(out) + start + column_of(g), v);
+    float value[4];
+    unpack4(pack4(v), value);
+    if constexpr (MULTIPLIED) {
+      const float4& four = multipliers.of[g];
+      value[0] *= four.x, value[1] *= four.y, value[2] *= four.z, value[3] *= four.w;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = to_float(to_bf16(v[i])) * factor[i] * inverse;
-    *reinterpret_cast<u32*>(static_cast<unsigned char*>(out) + start + column) = e4m3_four(v);
+    for (int i = 0; i < 4; ++i) value[i] *= inverse;
+    *reinterpret_cast<u32*>(static_cast<unsigned char*>(out) + start + column_of(g)) = e4m3_four(value);
   }
 
-  __device__ __forceinline__ float inverse() const { return QUANTISED ? inverse_of(input_scale) : 1.0f; }
+  // Calls with the multipliers, or with none: they are read while the sums over the row are made.
+  template <class Call>
+  __device__ __forceinline__ void with_multipliers(Call call) const {
+    if (QUANTISED && multiplier != nullptr) return call(Multipliers<QUANTISED != 0>(multiplier));
+    call(Multipliers<false>(nullptr));
+  }
 };
 
-// x += branch (skipped when null), then out = LayerNorm(x) * weight + bias. x bf16[rows, COLS]; weight, bias bf16[COLS];
-// branch bf16[parts * part_rows, COLS].
+// x += branch (skipped without PARTS), then out = LayerNorm(x) * weight + bias. x bf16[rows, COLS]; weight, bias
+// bf16[COLS]; branch bf16[PARTS * part_rows, COLS].
 extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
     layer_norm(bf16* x, const bf16* branch, const bf16* weight, const bf16* bias, void* out, const float* input_scale,
-               const float* multiplier, int rows, int parts, int part_rows, float eps) {
+               const float* multiplier, int rows, int part_rows, float eps) {
   overlap_trigger();
   const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
   if (row >= rows) return;
   const u64 start = static_cast<u64>(row) * COLS;
   float scale[kGroups][4], shift[kGroups][4], v[kGroups][4];
   load_row(weight, scale);
   load_row(bias, shift);
-  const Target target{out, input_scale, multiplier};
-  const float to_codes = target.inverse();
+  const Target target(out, input_scale, multiplier);
   overlap_wait();
-  load_row(x + start, v);
-  Branch{branch, parts, part_rows}.add(v, x, start);
-  float sum = 0.0f;
+  load_and_add(x + start, branch + start, static_cast<u64>(part_rows) * COLS, v);
+  target.with_multipliers([&](const auto& multipliers) {
+    float sum = 0.0f;
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) sum += (v[g][0] + v[g][1]) + (v[g][2] + v[g][3]);
-  const float mean = warp_sum(sum) / COLS;
-  float squares = 0.0f;
+    for (int g = 0; g < kGroups; ++g) sum += (v[g][0] + v[g][1]) + (v[g][2] + v[g][3]);
+    const float mean = warp_sum(sum) / COLS;
+    float squares = 0.0f;
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g)
+    for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) squares += (v[g][i] - mean) * (v[g][i] - mean);
-  const float inverse = rsqrtf(warp_sum(squares) / COLS + eps);
+      for (int i = 0; i < 4; ++i) squares += (v[g][i] - mean) * (v[g][i] - mean);
+    const float inverse = rsqrtf(warp_sum(squares) / COLS + eps);
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    float y[4];
+    for (int g = 0; g < kGroups; ++g) {
+      float y[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = (v[g][i] - mean) * inverse * scale[g][i] + shift[g][i];
-    target.store(start, g, y, to_codes);
-  }
+      for (int i = 0; i < 4; ++i) y[i] = (v[g][i] - mean) * inverse * scale[g][i] + shift[g][i];
+      target.store(start, g, y, multipliers);
+    }
+  });
 }
 
-// residual += branch (skipped when null), then out = residual / rms(residual). residual bf16[rows, COLS]; branch
-// bf16[parts * part_rows, COLS].
+// residual += branch (skipped without PARTS), then out = residual / rms(residual). residual bf16[rows, COLS]; branch
+// bf16[PARTS * part_rows, COLS].
 extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
     residual_rms_norm(bf16* residual, const bf16* branch, void* out, const float* input_scale, const float* multiplier,
-                      int rows, int parts, int part_rows, float eps) {
+                      int rows, int part_rows, float eps) {
   overlap_trigger();
   const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kWarpSize;
   if (row >= rows) return;
   const u64 start = static_cast<u64>(row) * COLS;
-  const Target target{out, input_scale, multiplier};
-  const float to_codes = target.inverse();
+  const Target target(out, input_scale, multiplier);
   overlap_wait();
   float v[kGroups][4];
-  load_row(residual + start, v);
-  Branch{branch, parts, part_rows}.add(v, residual, start);
-  float squares = 0.0f;
+  load_and_add(residual + start, branch + start, static_cast<u64>(part_rows) * COLS, v);
+  target.with_multipliers([&](const auto& multipliers) {
+    float squares = 0.0f;
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g)
+    for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) squares += v[g][i] * v[g][i];
-  const float inverse = rsqrtf(warp_sum(squares) / COLS + eps);
+      for (int i = 0; i < 4; ++i) squares += v[g][i] * v[g][i];
+    const float inverse = rsqrtf(warp_sum(squares) / COLS + eps);
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < kGroups; ++g) {
+      float y[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[g][i] *= inverse;
-    target.store(start, g, v[g], to_codes);
-  }
+      for (int i = 0; i < 4; ++i) y[i] = v[g][i] * inverse;
+      target.store(start, g, y, multipliers);
+    }
+  });
 }
 
 // residual += gate * branch (skipped when branch is null), then out = residual / rms * (1 + scale) + shift.

@@ -85,9 +85,10 @@ def test_variants_fit_a_block_and_include_what_is_in_use(product: Any) -> None:
     assert len({tuple(variant.items()) for variant in variants}) == len(variants)
     for variant in variants:
         tile, defines = variant["tile_rows"], {"GEGLU": int(product.behind == "geglu"), "OUT8": int(product.to_codes)}
+        defines["CONSUMERS"] = variant.get("consumers", 2)
         layout = gemm.OutLayout.of(tile, defines)
-        stages = variant.get("stages") or gemm.stages(tile, layout)
-        assert gemm.shared_bytes(tile, stages, layout) <= gemm._SHARED_BYTES
+        stages = variant.get("stages") or gemm.stages(tile, layout, defines)
+        assert gemm.shared_bytes(tile, stages, layout, defines) <= gemm._SHARED_BYTES
         assert tile % 8 == 0
 
 

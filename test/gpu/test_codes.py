@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ pytestmark = [
 ROWS = (1, 7, 256, 512, 712, 968)
 SUMS = 1e-2  # the tensor cores keep 14 bits of a sum of E4M3 products
 TALL: dict[str, int] = {"TILE_ROWS": 240}
+WIDE: dict[str, int] = {"CONSUMERS": 3}
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
 
@@ -160,7 +162,7 @@ def factors(outputs: int, inputs: int) -> Tensor:
 
 
 @OVERLAP
-@pytest.mark.parametrize("variant", [{}, TALL, {"TILE_ROWS": 64}])
+@pytest.mark.parametrize("variant", [{}, TALL, WIDE, {"TILE_ROWS": 64}])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_codes(rows: int, variant: dict[str, int], overlap: bool) -> None:
     for inputs, outputs in ((2048, 2560), (4304, 1280), (128, 256), (144, 256)):
@@ -198,20 +200,21 @@ def test_parts_of_a_product_add_up(rows: int, parts: int, overlap: bool) -> None
 @pytest.mark.parametrize("rows", ROWS)
 def test_activations_in_front_of_codes(rows: int, overlap: bool) -> None:
     how, inputs = Quantiser(torch.full((1,), 0.01, device=DEVICE)), 1152
-    for outputs in (4304, 1024):  # one of them is no whole number of tiles
+    for outputs, consumers in ((4304, 2), (1024, 2), (4304, 3)):  # 4304 is no whole number of tiles
         x, weight, bias = drawn_codes(rows, inputs), drawn_codes(outputs, inputs), draw(outputs)
         factor = factors(outputs, inputs)
         value = exact(x, weight, factor) + bias.double()
         out, behind = poisoned(rows, outputs)
         gemm.product(
-            x, weight, out=out, behind=Behind(factor=factor, bias=bias, gelu=True, out_scale=how.scale), overlap=overlap
+            x, weight, out=out, behind=Behind(factor=factor, bias=bias, gelu=True, out_scale=how.scale),
+            overlap=overlap, variant={"CONSUMERS": consumers},
         )  # fmt: skip
         assert_rounded_well(out, F.gelu(value, approximate="tanh"), how)
         assert_untouched(behind)
 
 
 @OVERLAP
-@pytest.mark.parametrize("variant", [{}, TALL])
+@pytest.mark.parametrize("variant", [{}, TALL, WIDE])
 @pytest.mark.parametrize("to_codes", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_geglu_of_codes(rows: int, to_codes: bool, variant: dict[str, int], overlap: bool) -> None:
@@ -227,6 +230,46 @@ def test_geglu_of_codes(rows: int, to_codes: bool, variant: dict[str, int], over
     else:
         assert distance(out.double(), value) < SUMS
     assert_untouched(behind)
+
+
+def places(codes: Tensor) -> Tensor:
+    """Codes counted from zero, so that neighbours differ by one."""
+    codes = codes.view(torch.uint8).int()
+    return torch.where(codes >= 0x80, 0x80 - codes, codes)
+
+
+def assert_neighbours(got: Tensor, expected: Tensor) -> None:
+    """None is further from the exact code than its neighbour, and few are no equals."""
+    apart = (places(got) - places(expected)).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("geglu", [False, True])
+@pytest.mark.parametrize("scale", [0.02, 0.3, 2.0])
+def test_codes_behind_an_activation_are_the_exact_ones_or_their_neighbours(scale: float, geglu: bool) -> None:
+    """One product a sum, so that the tensor cores round nothing: all codes times all codes, then a factor."""
+    inputs, every = 128, torch.arange(256, device=DEVICE, dtype=torch.uint8).view(CODES)
+    x, weight = (torch.zeros(256, inputs, device=DEVICE).to(CODES) for _ in range(2))
+    x.view(torch.uint8)[:, 0], weight.view(torch.uint8)[:, 0] = every.view(torch.uint8), every.view(torch.uint8)
+    behind = Behind(
+        factor=torch.full((256,), 2.0**-10, device=DEVICE), out_scale=torch.full((1,), scale, device=DEVICE)
+    )
+    linear = exact(x, weight, torch.full((256,), 2.0**-10, device=DEVICE))
+    expected = F.gelu(linear, approximate="tanh")
+    out, after = poisoned(256, 256)
+    if geglu:
+        up = weight.view(torch.uint8)[torch.randperm(256, device=DEVICE)].view(CODES)
+        behind = replace(behind, factor=torch.full((512,), 2.0**-10, device=DEVICE))
+        expected = expected * exact(x, up, torch.full((256,), 2.0**-10, device=DEVICE))
+        both = torch.cat((weight.view(torch.uint8), up.view(torch.uint8))).view(CODES)
+        gemm.gate_up_geglu(x, both, out=out, behind=behind)
+    else:
+        gemm.product(x, weight, out=out, behind=replace(behind, gelu=True))
+    codes, wanted = e4m3.encode(expected / scale), expected.isnan()
+    assert torch.equal(out.float().isnan(), wanted)
+    assert_neighbours(out.view(torch.uint8)[~wanted], codes[~wanted])
+    assert_untouched(after)
 
 
 @pytest.mark.parametrize("by_channel", [True, False])

@@ -33,7 +33,9 @@ PREFIX = {"WIDTH": 2048, "HEADS": 8, "HEAD_DIM": 256, "HIDDEN": 16384}
 SOURCES = (
     KernelSource("norms", {"COLS": 1152}),
     KernelSource("norms", {"COLS": 1024, "OVERLAP": 1}),
-    KernelSource("norms", {"COLS": 2048, "QUANTISED": 1, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 1152, "QUANTISED": 1, "PARTS": 3, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 2048, "QUANTISED": 1, "PARTS": 5, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 2048, "PARTS": 8}),
     KernelSource("quantise", {"OVERLAP": 1}),
     KernelSource("pixels", {"GRID": 16, "PATCH": 14, "LEADING": 592}),
     KernelSource("prefix", {**PREFIX, "WITH_QUERY": 1}),
@@ -66,12 +68,16 @@ HOPPER = (
     product_source({"TILE_ROWS": 8, "GEGLU": 1}),
     product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1, "OUT8": 1, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 176, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 5, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 104, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 5, "CONSUMERS": 3, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 128, "FP8": 1, "STAGES": 6}),
     product_source({"TILE_ROWS": 184, "FP8": 1, "STAGES": 5, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 64, "FP8": 1, "STAGES": 8}),
     product_source({"TILE_ROWS": 144, "GELU": 1}),
     product_source({"TILE_ROWS": 80, "STAGES": 7, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 120, "FP8": 1, "STAGES": 6, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 120, "FP8": 1, "STAGES": 6, "ROTARY": 1, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 176, "FP8": 1, "ROTARY": 1}),
+    product_source({"TILE_ROWS": 8, "ROTARY": 1}),
 )
 HOPPER_ATTENTION = (
     prefix_attention_source({}),
@@ -121,6 +127,13 @@ def test_prefix_attention_has_registers_enough(source: KernelSource) -> None:
     report = assembler_report(source)
     assert "0 bytes spill stores, 0 bytes spill loads" in report
     assert "serialized" not in report
+
+
+@pytest.mark.parametrize(("function", "width", "parts"), [("layer_norm", 1152, 3), ("residual_rms_norm", 2048, 5)])
+def test_norms_have_registers_for_all_parts_at_once(function: str, width: int, parts: int) -> None:
+    report = assembler_report(KernelSource("norms", {"COLS": width, "QUANTISED": 1, "PARTS": parts}))
+    (found,) = (part for part in report.split("Compiling entry function ") if part.startswith(f"'{function}'"))
+    assert "0 bytes spill stores, 0 bytes spill loads" in found
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -209,6 +222,25 @@ def test_the_matrix_product_has_registers_enough(source: KernelSource) -> None:
 def test_the_matrix_product_says_that_it_is_for_hopper(architecture: str) -> None:
     with pytest.raises(KernelError, match="gemm.cu is written for sm_90a"):
         compile_source(HOPPER[0], architecture)
+
+
+@pytest.mark.parametrize(("consumers", "registers"), [(2, 168), (3, 128)])
+@pytest.mark.parametrize("tile", [8, 104, 192])
+def test_the_registers_that_the_consumers_take_over_are_there(tile: int, consumers: int, registers: int) -> None:
+    """They wait for ever for more: 2 * 232 + 40 are 3 * 168, 3 * 160 + 32 are 4 * 128."""
+    source = product_source({"TILE_ROWS": tile, "FP8": 1, "CONSUMERS": consumers, "STAGES": 3})
+    assert registers_of(compile_source(source, "sm_90a")) == registers
+
+
+def test_a_tile_that_three_consumers_have_no_registers_for_is_refused() -> None:
+    with pytest.raises(KernelError, match="registers for the sums of each consumer"):
+        compile_source(product_source({"TILE_ROWS": 200, "CONSUMERS": 3}), "sm_90a")
+
+
+@pytest.mark.parametrize("also", ["GEGLU", "GELU", "OUT8", "ROW_SCALE"])
+def test_nothing_else_goes_behind_a_product_that_is_rotated(also: str) -> None:
+    with pytest.raises(KernelError, match="goes with ROTARY"):
+        compile_source(product_source({"TILE_ROWS": 64, "ROTARY": 1, also: 1}), "sm_90a")
 
 
 @pytest.mark.parametrize("tile", [12, 264])

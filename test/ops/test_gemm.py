@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.gemm import Behind, OutLayout
-from flashrt_ros.ops.cuda.tensor_map import tensor_map
+from flashrt_ros.ops.cuda.gemm import Behind, Heads, OutLayout
+from flashrt_ros.ops.cuda.tensor_map import grouped_map, tensor_map
 
 H200 = 132
 SHARED_LIMIT = 232448  # bytes that a block of a Hopper GPU may have
@@ -20,12 +22,35 @@ def test_tiles_waste_few_rows(rows: int, tile: int) -> None:
     assert gemm.tile_rows(rows, 256, H200) == tile
 
 
+def test_few_outputs_get_lower_tiles() -> None:
+    """Vision's output: 9 tiles of outputs, so that 8 tiles of rows fill more multiprocessors than 7."""
+    assert gemm.tile_rows(512, 9, H200) == 64
+
+
 @pytest.mark.parametrize("rows", range(1, 1100, 37))
 def test_every_tile_is_one_that_the_instruction_has_and_fits(rows: int) -> None:
     tile = gemm.tile_rows(rows, 256, H200)
     assert tile % 8 == 0
     assert 8 <= tile <= 256
-    assert gemm.shared_bytes(tile, 4, OutLayout.of(tile, {})) <= SHARED_LIMIT
+    assert gemm.shared_bytes(tile, 4, OutLayout.of(tile, {}), {}) <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(("rows", "outputs", "tile"), [(512, 4352, 104), (256, 4352, 56), (768, 4352, 160)])
+def test_three_consumers_take_lower_tiles(rows: int, outputs: int, tile: int) -> None:
+    assert gemm.tile_rows(rows, -(-outputs // 192), H200, 3) == tile
+    assert gemm.tile_rows(1000, 256, H200, 3) <= 192
+
+
+@pytest.mark.parametrize("geglu", [0, 1])
+@pytest.mark.parametrize("tile", [8, 104, 192])
+def test_three_consumers_share_the_memory_of_a_block(tile: int, geglu: int) -> None:
+    defines = {"CONSUMERS": 3, "OUT8": 1, "GEGLU": geglu}
+    layout = OutLayout.of(tile, defines)
+    ring = gemm.stages(tile, layout, defines)
+    bytes_of_stage, bytes_of_consumer = (192 + tile) * 128, layout.nbytes + 4 * tile
+    assert gemm.shared_bytes(tile, ring, layout, defines) == ring * (bytes_of_stage + 16) + 3 * bytes_of_consumer
+    assert gemm.shared_bytes(tile, ring, layout, defines) <= SHARED_LIMIT
+    assert ring >= 3
 
 
 @pytest.mark.parametrize(
@@ -36,6 +61,7 @@ def test_every_tile_is_one_that_the_instruction_has_and_fits(rows: int) -> None:
         (240, {"GEGLU": 1}, ((120, 32), 64, 120 * 64)),
         (176, {"OUT8": 1, "GELU": 1}, ((176, 64), 128, 88 * 128)),  # a line holds two rows of codes
         (8, {}, ((8, 64), 128, 8 * 128)),
+        (120, {"ROTARY": 1}, ((120, 32), 64, 2 * 120 * 64)),  # first halves of heads, then second ones
     ],
 )
 def test_output_is_staged_in_halves_of_a_tile(
@@ -68,14 +94,63 @@ def test_wrong_arguments_are_named() -> None:
         gemm.product(x, weight, out=torch.zeros(4, 256, dtype=torch.bfloat16), behind=Behind(bias=bias))
     whole = torch.zeros(4, 256, dtype=torch.bfloat16)
     for name in ("GEGLU", "CLUSTER"):
-        message = f"product: no choice is called '{name}'; there are: TILE_ROWS, STAGES"
+        message = f"product: no choice is called '{name}'; there are: TILE_ROWS, STAGES, CONSUMERS"
         with pytest.raises(KernelError, match=message):
             gemm.product(x, weight, out=whole, variant={name: 1})
+    with pytest.raises(KernelError, match=r"product: CONSUMERS must be one of \(2, 3\), got 4"):
+        gemm.product(x, weight, out=whole, variant={"CONSUMERS": 4})
     codes = torch.zeros(4 * 256 + 8, dtype=torch.uint8)[8:].view(gemm.CODES).view(4, 256)
     with pytest.raises(KernelError, match="product: 'out' must begin at a multiple of 16 bytes"):
         gemm.product(x, weight, out=codes, behind=Behind(out_scale=torch.ones(1)))
     with pytest.raises(ShapeError, match="inverse_rms_rows: 'out' dimension 0 'rows' must be 4"):
         gemm.inverse_rms_rows(x, eps=1e-6, out=torch.zeros(3))
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def heads(rows: int, queries: int = 8) -> Heads:
+    query = zeros(rows, 2560)[:, :2048].view(rows, 8, 256) if queries else None
+    return Heads(zeros(rows, 256), query, zeros(rows, 1, 256), zeros(rows, 1, 256))
+
+
+def test_wrong_arguments_of_a_rotated_product_are_named() -> None:
+    x, packed, key_value, right = zeros(4, 64), zeros(2560, 64), zeros(512, 64), heads(4)
+    with pytest.raises(ShapeError, match="rotated_qkv: 'weight' dimension 0 must be 2560"):
+        gemm.rotated_qkv(x, key_value, right)
+    with pytest.raises(ShapeError, match="rotated_qkv: 'weight' dimension 0 must be 512"):
+        gemm.rotated_qkv(x, packed, heads(4, queries=0))
+    with pytest.raises(ShapeError, match="rotated_qkv: 'key' dimension 0 'rows' must be 4"):
+        gemm.rotated_qkv(x, packed, replace(right, key=zeros(5, 1, 256)))
+    with pytest.raises(KernelError, match="rotated_qkv: 'rope' must be bfloat16"):
+        gemm.rotated_qkv(x, packed, replace(right, rope=torch.zeros(4, 256)))
+    with pytest.raises(KernelError, match="rotated_qkv: 'value' must be bfloat16 with contiguous rows"):
+        gemm.rotated_qkv(x, packed, replace(right, value=zeros(4, 1, 512)[..., :256]))
+    with pytest.raises(KernelError, match="rotated_qkv: 'query' is on 'meta', the kernel runs on 'cpu'"):
+        gemm.rotated_qkv(x, packed, replace(right, query=torch.empty(4, 8, 256, dtype=torch.bfloat16, device="meta")))
+    for behind in (Behind(gelu=True), Behind(scale=torch.ones(4)), Behind(out_scale=torch.ones(1))):
+        with pytest.raises(KernelError, match="rotated_qkv: nothing of 'behind' but a factor and a bias"):
+            gemm.rotated_qkv(x, packed, right, behind=behind)
+    with pytest.raises(KernelError, match="rotated_qkv: CONSUMERS must be 2"):
+        gemm.rotated_qkv(x, packed, right, variant={"CONSUMERS": 3})
+
+
+@pytest.mark.parametrize("rows", [456, 712, 968, 1024])
+@pytest.mark.parametrize("outputs", [512, 2560])
+def test_a_slot_of_the_ring_takes_the_cosines_of_a_tile(rows: int, outputs: int) -> None:
+    tile = gemm.tile_rows(rows, outputs // 128, H200)
+    layout = OutLayout.of(tile, {"ROTARY": 1})
+    ring = gemm.stages(tile, layout, {"ROTARY": 1})
+    assert tile <= 176  # for more there are no registers
+    assert ring >= 4
+    assert gemm.shared_bytes(tile, ring, layout, {"ROTARY": 1}) <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize("apart", [12, 64, -8])
+def test_groups_that_are_not_in_the_matrix_are_refused(apart: int) -> None:
+    with pytest.raises(KernelError, match=f"tensor map: 64 rows make no groups of 8 rows, {apart} apart"):
+        grouped_map(zeros(64, 64), 8, 64, apart=apart)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

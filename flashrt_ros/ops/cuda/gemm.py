@@ -19,20 +19,24 @@ from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
-from .tensor_map import grouped_map, launch_with_maps, tensor_map
+from .rows import demand_heads
+from .tensor_map import TensorMap, grouped_map, launch_with_maps, tensor_map
 
 ARCHITECTURE = "sm_90a"
 CODES = torch.float8_e4m3fn
-_COLUMNS, _CONSUMERS = 128, 2  # weight rows of a tile, which so many warpgroups share
+_CONSUMERS = 2  # warpgroups that multiply, unless a variant says otherwise
+MOST_ROWS = {2: 256, 3: 192}  # of a tile, by consumers: each thread has registers for so many sums
+_CONSUMER_COLUMNS = 64  # weight rows of a tile, for each of them
 _STEP_BYTES = 128  # of a row of x or of the weights, in one stage
 _ROW_BYTES = 16  # rows of every matrix start at multiples of these
 _GROUP = 8  # rows of an instruction's tile
-_THREADS, _ROWS_PER_RMS_BLOCK, _RMS_THREADS = 384, 8, 256
+_HEAD_DIM, _QUERY_HEADS = 256, 8
+_GROUP_THREADS, _ROWS_PER_RMS_BLOCK, _RMS_THREADS = 128, 8, 256
 _TILE_OVERHEAD = 16  # what a tile costs beside its products, in rows
-_TILE_COUNTS = 6  # numbers of tiles that are considered; lower tiles fetch each weight too often
+_TILE_COUNTS = 7  # numbers of tiles that are considered; lower tiles fetch each weight too often
 _SHARED_BYTES = 232448  # that a block may have
 _MOST_STAGES = 8
-_CHOICES = ("TILE_ROWS", "STAGES")
+_CHOICES = ("TILE_ROWS", "STAGES", "CONSUMERS")
 
 
 def unsuited(device: torch.device) -> str:
@@ -44,15 +48,16 @@ def unsuited(device: torch.device) -> str:
 
 
 @lru_cache(maxsize=64)
-def tile_rows(rows: int, units: int, processors: int) -> int:
+def tile_rows(rows: int, units: int, processors: int, consumers: int = _CONSUMERS) -> int:
     """Rows of x that a tile should hold so that all tiles, dealt in waves to all multiprocessors, end soonest.
 
     Args:
         rows: of x.
         units: tiles of outputs, times the parts that K is cut into.
         processors: of the GPU.
+        consumers: warpgroups that multiply.
     """
-    smallest = -(-rows // 256)
+    smallest = -(-rows // MOST_ROWS[consumers])
     choices = [_GROUP * -(-rows // (_GROUP * count)) for count in range(smallest, smallest + _TILE_COUNTS)]
 
     def cost(tile: int) -> int:
@@ -84,7 +89,10 @@ class Behind:
         factor: float32[outputs], a factor for each output.
         bias: bf16[outputs].
         gelu: take gelu_tanh.
-        out_scale: float32[1]; the result is stored as E4M3 codes of bfloat16 values under this scale.
+        out_scale: float32[1]; the result is stored as E4M3 codes under this scale. Without an activation these are the
+            codes of the values rounded to bfloat16. Behind gelu or GeGLU, which are in half precision then, they are
+            those of the exact values or, about one in a hundred, their neighbours; what goes into gelu, or with GeGLU
+            up, counts as 65504 scales where it is larger.
     """
 
     scale: Tensor | None = None
@@ -111,7 +119,8 @@ def gate_up_geglu(
         behind: what is done to gate and up in front of GeGLU; no `gelu`.
         overlap: begin beside the kernel in front of this one, which makes x and nothing else that is read here; or with
             `behind.scale` that alone, and then it lets this one begin only when all before it has ended.
-        variant: other compile-time choices than the best known ones (TILE_ROWS, STAGES), for whoever measures them.
+        variant: other compile-time choices than the best known ones (TILE_ROWS, STAGES, CONSUMERS): by sites that
+            know better, and for whoever measures them.
     """
     check(
         "gate_up_geglu", x=(x, "rows inputs"), out=(out, "rows hidden"), weight=(weight, (2 * out.shape[1], "inputs"))
@@ -140,19 +149,68 @@ def product(
     _launch("product", x, weight, out, behind, overlap, variant or {})
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Where queries, keys and values go, and what the former two are rotated by.
+
+    Args:
+        rope: bf16[rows, 256], cosines then sines.
+        query: bf16[rows, 8, 256]; rows may be further apart. None where only keys and values are needed.
+        key, value: bf16[rows, 1, 256].
+    """
+
+    rope: Tensor
+    query: Tensor | None
+    key: Tensor
+    value: Tensor
+
+
+def rotated_qkv(
+    x: Tensor, weight: Tensor, heads: Heads, *, behind: Behind = NOTHING, overlap: bool = False,
+    variant: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """Queries, keys and values of x @ weight.T, the former two rotated, summed in float32 and rounded once.
+
+    What `product` and then `rows.split_rope_write` give, which round twice.
+
+    Args:
+        x, overlap, variant: those of `gate_up_geglu`; three consumers are refused.
+        weight: [outputs, inputs] of x's type: heads of 256 rows, those of queries, of keys, of values.
+        behind: what is done before they are rotated: `factor` and `bias` only.
+    """
+    op, query, rows = "rotated_qkv", heads.query, x.shape[0]
+    outputs = _HEAD_DIM * (2 + (0 if query is None else _QUERY_HEADS))
+    check(op, x=(x, "rows inputs"), weight=(weight, (outputs, "inputs")), rope=(heads.rope, ("rows", _HEAD_DIM)),
+          key=(heads.key, ("rows", 1, _HEAD_DIM)), value=(heads.value, ("rows", 1, _HEAD_DIM)))  # fmt: skip
+    demand_dense(op, torch.bfloat16, rope=heads.rope, key=heads.key, value=heads.value)
+    if query is not None:
+        demand_heads(op, query, rows)
+    for name in ("rope", "query", "key", "value"):
+        if getattr(heads, name) is not None:
+            demand_device(f"{op}: '{name}'", getattr(heads, name), x.device)
+    if behind.scale is not None or behind.gelu or behind.out_scale is not None:
+        raise KernelError(f"{op}: nothing of 'behind' but a factor and a bias goes in front of the rotation")
+    if (variant or {}).get("CONSUMERS", _CONSUMERS) != _CONSUMERS:
+        raise KernelError(f"{op}: CONSUMERS must be {_CONSUMERS}, whose tiles are halves of a head")
+    out = (heads.key if query is None else query).flatten(1)
+    _launch(op, x, weight, out, behind, overlap, variant or {}, heads=heads)
+
+
 def parts_rows(rows: int, outputs: int, parts: int, device: torch.device, variant: Mapping[str, int]) -> int:
     """Rows that each of several parts needs in the result of `product`: whole tiles."""
-    tile = _tile(rows, -(-outputs // _COLUMNS) * parts, device, variant)
+    tile = _tile(rows, -(-outputs // _columns(variant)) * parts, device, variant)
     return -(-rows // tile) * tile
 
 
 def _launch(
     op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int],
-    *, geglu: bool = False,
+    *, geglu: bool = False, heads: Heads | None = None,
 ) -> None:  # fmt: skip
     to_codes, parts = behind.out_scale is not None, out.shape[0] if out.ndim == 3 else 1
     _check_types(op, x, weight, out, behind)
     demand_choices(op, variant, _CHOICES)
+    if variant.get("CONSUMERS", _CONSUMERS) not in MOST_ROWS:
+        raise KernelError(f"{op}: CONSUMERS must be one of {tuple(MOST_ROWS)}, got {variant['CONSUMERS']}")
     reason = unsuited(x.device)
     if reason:
         raise KernelError(f"{op}: {reason}")
@@ -161,13 +219,13 @@ def _launch(
             f"{op}: 'weight' dimension 0 must be a multiple of {_GROUP * (1 + geglu)}, got {weight.shape[0]}"
         )
     step, (rows, inputs), outputs = _STEP_BYTES // x.element_size(), x.shape, weight.shape[0]
-    steps, column_tiles = -(-inputs // step), -(-outputs // _COLUMNS)
+    steps, column_tiles = -(-inputs // step), -(-outputs // _columns(variant))
     if not 0 < parts <= steps:
         raise ShapeError(f"{op}: {inputs} inputs are {steps} steps, which make no {parts} parts")
     tile = _tile(rows, column_tiles * parts, x.device, variant)
-    source = _source(tile, x, behind, overlap, {**variant, "GEGLU": int(geglu)})
+    source = _source(tile, x, behind, overlap, {**variant, "GEGLU": int(geglu), "ROTARY": int(heads is not None)})
     layout = OutLayout.of(tile, source.defines)
-    nbytes = shared_bytes(tile, source.defines["STAGES"], layout)
+    consumers, nbytes = source.defines["CONSUMERS"], shared_bytes(tile, source.defines["STAGES"], layout, variant)
     target = out.flatten(0, 1) if out.ndim == 3 else out
     part_rows = 0 if out.ndim == 2 else out.shape[1]
     if out.ndim == 3 and part_rows < -(-rows // tile) * tile:
@@ -177,19 +235,31 @@ def _launch(
         int(kernel(source, "gemm", x.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(x.device).cuda_stream,
         min(_processors(x.device), units),
-        _THREADS,
+        _GROUP_THREADS * (1 + consumers),
         nbytes,
         (
-            grouped_map(weight, _COLUMNS // _GROUP // (1 + geglu), step, pairs=geglu),
+            _weight_map(weight, variant, step, outputs // 2 if geglu else _HEAD_DIM // 2 if heads else 0),
             tensor_map(x, (tile, step), _STEP_BYTES),
             # Codes are stored without the engine: this map is then no more than valid.
             tensor_map(x, (tile, _ROW_BYTES), 0) if to_codes else tensor_map(target, layout.box, layout.line_bytes),
+            *(_head_maps(heads, tile, layout) if heads else ()),
             *(_pointer(t) for t in (behind.scale, behind.factor, behind.bias, behind.out_scale)),
             _pointer(out if to_codes else None),
             *(ctypes.c_int(value) for value in (rows, outputs, column_tiles, steps, parts, part_rows)),
         ),
         overlap=overlap,
     )
+
+
+def _weight_map(weight: Tensor, variant: Mapping[str, int], step: int, apart: int) -> TensorMap:
+    """A stage of weights is a box; `apart`: rows between those that one thread needs side by side, 0 for none."""
+    return grouped_map(weight, _columns(variant) // _GROUP // (2 if apart else 1), step, apart=apart)
+
+
+def _head_maps(heads: Heads, tile: int, layout: OutLayout) -> tuple[TensorMap, ...]:
+    """Of keys, of values, and of the table: a slot of the ring holds cosines or sines of a tile's pairs."""
+    made = (tensor_map(tensor.flatten(1), layout.box, layout.line_bytes) for tensor in (heads.key, heads.value))
+    return *made, tensor_map(heads.rope, (tile, _STEP_BYTES // heads.rope.element_size()), _STEP_BYTES)
 
 
 def _source(tile: int, x: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]) -> KernelSource:
@@ -199,7 +269,7 @@ def _source(tile: int, x: Tensor, behind: Behind, overlap: bool, variant: Mappin
         "ROW_SCALE": int(behind.scale is not None), "GELU": int(behind.gelu),
         "OUT8": int(behind.out_scale is not None),
     }  # fmt: skip
-    return product_source({"STAGES": stages(tile, OutLayout.of(tile, chosen)), **chosen})
+    return product_source({"STAGES": stages(tile, OutLayout.of(tile, chosen), chosen), **chosen})
 
 
 def _check_types(op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind) -> None:
@@ -231,7 +301,8 @@ def _processors(device: torch.device) -> int:
 
 
 def _tile(rows: int, units: int, device: torch.device, variant: Mapping[str, int]) -> int:
-    return variant.get("TILE_ROWS") or tile_rows(rows, units, _processors(device))
+    consumers = variant.get("CONSUMERS", _CONSUMERS)
+    return variant.get("TILE_ROWS") or tile_rows(rows, units, _processors(device), consumers)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -240,7 +311,10 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 def product_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place; TILE_ROWS has to be among them."""
-    usual = {"STAGES": 4, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "FP8": 0, "OVERLAP": 0}
+    usual = {
+        "STAGES": 4, "CONSUMERS": _CONSUMERS, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "ROTARY": 0, "FP8": 0,
+        "OVERLAP": 0,
+    }  # fmt: skip
     return KernelSource("gemm", {**usual, **defines})
 
 
@@ -261,24 +335,29 @@ class OutLayout:
     @classmethod
     def of(cls, tile: int, defines: Mapping[str, int]) -> OutLayout:
         """The layout for tiles of so many rows, by the kernel's compile-time choices."""
-        matrices, codes = tile // _GROUP, defines.get("OUT8", 0)
-        chunks = 1 if codes or matrices == 1 else 2
-        columns = _COLUMNS // _CONSUMERS // (1 + defines.get("GEGLU", 0))
+        matrices, codes, rotary = tile // _GROUP, defines.get("OUT8", 0), defines.get("ROTARY", 0)
+        chunks = 1 if codes or rotary or matrices == 1 else 2
+        columns = _CONSUMER_COLUMNS // (1 + (defines.get("GEGLU", 0) or rotary))
         largest = -(-matrices // chunks)
         lines = _GROUP * (-(-matrices // 2) if codes else largest)
         box_rows = _GROUP * (largest if matrices % chunks == 0 else 1)
-        return cls((box_rows, columns), 2 * columns, lines * 2 * columns)
+        return cls((box_rows, columns), 2 * columns, lines * 2 * columns * (1 + rotary))  # both halves of a head
 
 
-def stages(tile: int, layout: OutLayout) -> int:
+def stages(tile: int, layout: OutLayout, variant: Mapping[str, int]) -> int:
     """Stages of the ring: as many as there is memory for, up to where more gain nothing."""
-    return max(n for n in range(2, _MOST_STAGES + 1) if shared_bytes(tile, n, layout) <= _SHARED_BYTES)
+    return max(n for n in range(2, _MOST_STAGES + 1) if shared_bytes(tile, n, layout, variant) <= _SHARED_BYTES)
 
 
-def shared_bytes(tile: int, stages: int, layout: OutLayout) -> int:
-    """Shared memory of a block: the ring, then output and scales of both consumers, then the barriers."""
-    ring = stages * (_COLUMNS + tile) * _STEP_BYTES
-    return ring + _CONSUMERS * (layout.nbytes + 4 * tile) + 2 * stages * 8
+def shared_bytes(tile: int, stages: int, layout: OutLayout, variant: Mapping[str, int]) -> int:
+    """Shared memory of a block: the ring, then output and scales of all consumers, then the barriers."""
+    ring = stages * (_columns(variant) + tile) * _STEP_BYTES
+    return ring + variant.get("CONSUMERS", _CONSUMERS) * (layout.nbytes + 4 * tile) + 2 * stages * 8
+
+
+def _columns(variant: Mapping[str, int]) -> int:
+    """Weight rows of a tile."""
+    return _CONSUMER_COLUMNS * variant.get("CONSUMERS", _CONSUMERS)
 
 
 def _typed(op: str, dtype: torch.dtype, **tensors: Tensor) -> None:

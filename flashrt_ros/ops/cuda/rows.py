@@ -8,6 +8,7 @@ where its docstring adds something. Rows lie one behind the other in memory; oth
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -136,7 +137,7 @@ def gated_residual_ada_rms_norm(
         check(op, residual=(residual, "rows width"), branch=(branch, "rows width"), gate=(gate, "width"))
         demand_dense(op, torch.bfloat16, branch=branch)
         demand_dense(op, torch.float32, alignment=4, gate=gate)
-    _launch_norm(op, residual, overlap, 0, residual, branch, gate, modulation, out, residual.shape[0], eps)
+    _launch_norm(op, residual, overlap, {}, residual, branch, gate, modulation, out, residual.shape[0], eps)
 
 
 def split_rope_write(
@@ -202,9 +203,9 @@ def _norm(
     if multiplier is not None:
         check(function, multiplier=(multiplier, (width,)))
         demand_dense(function, torch.float32, multiplier=multiplier)
+    choices = {"QUANTISED": int(quantiser is not None), "PARTS": parts}
     _launch_norm(
-        function, rows, overlap, int(quantiser is not None), rows, branch, *table, out, scale, multiplier, count,
-        parts, part_rows, eps,
+        function, rows, overlap, choices, rows, branch, *table, out, scale, multiplier, count, part_rows, eps
     )  # fmt: skip
 
 
@@ -224,12 +225,12 @@ def _parts(function: str, branch: Tensor | None, rows: int, width: int) -> tuple
 
 
 def _launch_norm(
-    function: str, rows: Tensor, overlap: bool, quantised: int, *arguments: Tensor | int | float | None
+    function: str, rows: Tensor, overlap: bool, choices: Mapping[str, int], *arguments: Tensor | int | float | None
 ) -> None:
     if rows.shape[1] % 128:
         raise ShapeError(f"{function}: the width must be a multiple of 128, got {rows.shape[1]}")
     blocks = -(-rows.shape[0] // _NORM_ROWS)
-    kernel(_source("norms", overlap, COLS=rows.shape[1], QUANTISED=quantised), function, rows.device).launch(
+    kernel(_source("norms", overlap, COLS=rows.shape[1], **choices), function, rows.device).launch(
         blocks, _NORM_THREADS, *arguments, overlap=overlap
     )
 

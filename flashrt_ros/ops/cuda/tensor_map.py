@@ -47,23 +47,23 @@ def tensor_map(matrix: Tensor, box: tuple[int, int], swizzle: int) -> TensorMap:
     return _encoded(matrix.data_ptr(), (columns, rows), (pitch,), matrix.dtype, (box[1], box[0]), swizzle)
 
 
-def grouped_map(matrix: Tensor, groups: int, columns: int, *, pairs: bool) -> TensorMap:
+def grouped_map(matrix: Tensor, groups: int, columns: int, *, apart: int = 0) -> TensorMap:
     """The map of `matrix` [outputs, inputs], whose boxes are `groups` groups of 8 rows by `columns` inputs.
 
-    With `pairs` a group is 8 rows of the upper half of the matrix and the 8 rows at the same place of the lower half:
-    gates and ups of the same outputs, side by side in shared memory without being so in memory. Groups behind the last
-    become zeros.
+    With `apart` a group is 8 rows and the 8 rows that far behind them: gates and ups of the same outputs, or both
+    halves of a head, side by side in shared memory without being so in memory. Groups behind the last become zeros.
 
     Args:
-        matrix: as for `tensor_map`; rows in multiples of 8, or of 16 with `pairs`.
+        matrix: as for `tensor_map`; rows in multiples of 8.
         columns: of a box; the engine swizzles over all of their bytes, 128.
+        apart: rows from one half of a group to the other, a multiple of 8; 0: a group is 8 rows.
     """
     outputs, inputs = matrix.shape
-    pitch, ways = _pitch(matrix), 1 + pairs
-    if outputs % (_GROUP * ways):
-        raise KernelError(f"tensor map: {outputs} rows are no whole groups of {_GROUP * ways}")
-    sizes = (inputs, _GROUP, ways, outputs // (_GROUP * ways))
-    pitches = (pitch, pitch * (outputs // ways), pitch * _GROUP)
+    pitch, ways = _pitch(matrix), 2 if apart else 1
+    if outputs % _GROUP or apart % _GROUP or not 0 <= apart < outputs:
+        raise KernelError(f"tensor map: {outputs} rows make no groups of {_GROUP} rows, {apart} apart")
+    sizes = (inputs, _GROUP, ways, (outputs - apart) // _GROUP)
+    pitches = (pitch, pitch * (apart or outputs), pitch * _GROUP)
     box = (columns, _GROUP, ways, groups)
     return _encoded(matrix.data_ptr(), sizes, pitches, matrix.dtype, box, columns * matrix.element_size())
 

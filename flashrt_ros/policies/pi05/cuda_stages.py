@@ -170,14 +170,18 @@ class CudaStages(Pi05Stages):
         branch: Tensor | None = None
         for index, (key, value) in enumerate(key_value[:-1]):
             branch = self._prefix_layer(index, arena, branch, key, value)
-        last = arena["prefix_qkv"].flatten()[: rows * 2 * config.key_width].view(rows, -1)
-        normalised = self._last_key_value(arena, residual, branch, last)
-        self._write_qkv(arena, last, None, key_value[-1][0], key_value[-1][1], normalised=normalised)
+        self._last_key_value(arena, branch, *key_value[-1])
 
-    def _last_key_value(self, arena: Arena, residual: Tensor, branch: Tensor | None, out: Tensor) -> bool:
-        """Keys and values of the last layer, not yet rotated; True if the norm in front has been applied already."""
-        torch.mm(residual, self._weights.prefix.last_key_value.t(), out=out)
-        return False
+    def _last_key_value(self, arena: Arena, branch: Tensor | None, key: Tensor, value: Tensor) -> None:
+        """Keys and values of the last layer; `branch` as in `_prefix_layer`."""
+        rows = key.shape[0]
+        residual, packed = arena["prefix_residual"][:rows], self._last_memory(arena, rows)
+        torch.mm(residual, self._weights.prefix.last_key_value.t(), out=packed)
+        self._write_qkv(arena, packed, None, key, value)
+
+    def _last_memory(self, arena: Arena, rows: int) -> Tensor:
+        """Memory for packed keys and values."""
+        return arena["prefix_qkv"].flatten()[: rows * 2 * self._config.key_width].view(rows, -1)
 
     def _prefix_layer(
         self, index: int, arena: Arena, branch: Tensor | None, key: Tensor, value: Tensor
@@ -205,15 +209,12 @@ class CudaStages(Pi05Stages):
         residual.addmm_(hidden, layer.down.t())
         return None
 
-    def _write_qkv(
-        self, arena: Arena, qkv: Tensor, query: Tensor | None, key: Tensor, value: Tensor, *, normalised: bool = False
-    ) -> None:
-        """Rotate and store; `normalised` says that the norm in front of the product needs no applying here."""
+    def _write_qkv(self, arena: Arena, qkv: Tensor, query: Tensor | None, key: Tensor, value: Tensor) -> None:
+        """Apply the norm in front of the product, rotate and store."""
         rows = qkv.shape[0]
         kernels.split_rope_write(
             qkv, arena["rope"][:rows], query=query, key=key, value=value,
-            residual=None if normalised else arena["prefix_residual"][:rows], eps=self._config.eps,
-            overlap=self._overlap,
+            residual=arena["prefix_residual"][:rows], eps=self._config.eps, overlap=self._overlap,
         )  # fmt: skip
 
     # -- expert --------------------------------------------------------------------------------------------------------

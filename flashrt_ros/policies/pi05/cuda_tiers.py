@@ -15,6 +15,7 @@ from torch import Tensor
 from ...ops import OpTable
 from ...ops.cuda import rows as kernels
 from ...ops.cuda.errors import KernelError
+from ...ops.cuda.gemm import Heads
 from ...ops.report import KernelReport
 from ...precision.packed import PackedWeight
 from .config import Pi05Config
@@ -170,20 +171,20 @@ class TierStages(CudaStages):
         config, spare = self._config, _spare(arena)
         qkv, hidden = arena["prefix_qkv"][:rows], arena["prefix_hidden"][:rows]
         query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
-        products.qkv.linear(self._prefix_input(arena, rows, branch, products.qkv), qkv, spare)
-        self._write_qkv(arena, qkv, query, key, value, normalised=True)
+        heads = Heads(arena["rope"][:rows], query, key, value)
+        products.qkv.heads(self._prefix_input(arena, rows, branch, products.qkv), qkv, heads, spare)
         memory, wanted = arena["prefix_normed"][:rows], products.output.quantiser
         mixed = self.attentions.prefix(query, key, value, arena["prefix_rows"], memory, wanted)
         normed = self._prefix_input(arena, rows, products.output.branch(mixed, spare), products.up)
         return products.down.branch(products.up.geglu(normed, hidden, spare, products.down.quantiser), spare)
 
-    def _last_key_value(self, arena: Arena, residual: Tensor, branch: Tensor | None, out: Tensor) -> bool:
-        product, rows = _there(self._prefix).last, residual.shape[0]
+    def _last_key_value(self, arena: Arena, branch: Tensor | None, key: Tensor, value: Tensor) -> None:
+        product, rows = _there(self._prefix).last, key.shape[0]
         if product is None:
             self._add(arena, rows, branch)
-            return super()._last_key_value(arena, residual, None, out)
-        product.linear(self._prefix_input(arena, rows, branch, product), out, _spare(arena))
-        return True
+            return super()._last_key_value(arena, None, key, value)
+        heads, memory = Heads(arena["rope"][:rows], None, key, value), self._last_memory(arena, rows)
+        return product.heads(self._prefix_input(arena, rows, branch, product), memory, heads, _spare(arena))
 
     def _prefix_input(self, arena: Arena, rows: int, branch: Tensor | None, product: Product | None) -> Tensor:
         """Add the branch; the normalised rows as `product` takes them."""

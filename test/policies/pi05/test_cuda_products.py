@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flashrt_ros.contract import SiteFormat
 from flashrt_ros.ops import padding
-from flashrt_ros.ops.cuda import gemm
+from flashrt_ros.ops.cuda import gemm, rows
 from flashrt_ros.ops.cuda.compiler import full_text
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.gemm import CODES
+from flashrt_ros.ops.cuda.gemm import CODES, Behind, Heads
 from flashrt_ros.ops.cuda.rows import Quantiser
 from flashrt_ros.ops.report import KernelReport
 from flashrt_ros.policies.pi05 import cuda_plan, cuda_products
@@ -162,6 +162,28 @@ def test_codes_and_the_factor_behind_them_are_the_weight(weight: str, activation
     assert torch.equal(codes.bfloat16().float(), codes)  # exact, whichever way it is multiplied
     scale = one if stored.input_scale is None else stored.input_scale
     torch.testing.assert_close(codes * product.factor[:, None], stored.decode() * scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_product_of_codes_rotates_inside_and_others_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[tuple[Heads, Behind, bool]] = []
+    after: list[tuple[Tensor, Tensor | None]] = []
+    monkeypatch.setattr(
+        gemm, "rotated_qkv", lambda *a, behind, overlap, variant: inside.append((a[2], behind, overlap))
+    )
+    monkeypatch.setattr(rows, "split_rope_write", lambda *a, query, **_: after.append((a[0], query)))
+    x, qkv, rope, key, value = (torch.randn(3, width).bfloat16() for width in (INPUTS, OUTPUTS, 4, 4, 4))
+    heads, codes = Heads(rope, None, key, value), made("prefix.qkv.1", "e4m3", "e4m3")
+    codes.heads(x.to(CODES), qkv, heads, torch.empty(0))
+    assert isinstance(codes, CodesProduct)
+    assert [(found is heads, step.factor is codes.factor, overlap) for found, step, overlap in inside] == [
+        (True, True, True)
+    ]
+    weight = torch.randn(OUTPUTS, INPUTS).bfloat16()
+    product_of("prefix.qkv.0", weight, None, overlap=False).heads(x, qkv, heads, torch.empty(0))
+    assert [(found is qkv, query) for found, query in after] == [(True, None)]
+    torch.testing.assert_close(qkv.double(), x.double() @ weight.double().t(), rtol=1e-2, atol=5e-2)
+    assert len(inside) == 1
 
 
 @pytest.mark.parametrize("ways", [1, 2])

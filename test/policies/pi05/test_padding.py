@@ -68,7 +68,7 @@ def narrow(folder: Path, weight: str) -> dict[str, Any]:
 # -- the fused stages, with what their kernels compute -----------------------------------------------------------------
 
 
-def product(x: Tensor, weight: Tensor, *, out: Tensor, behind: Behind, overlap: bool = False) -> None:
+def product(x: Tensor, weight: Tensor, *, out: Tensor, behind: Behind, **_: Any) -> None:
     result = x.double() @ weight.double().t()
     result = result if behind.factor is None else result * behind.factor
     result = result if behind.bias is None else result + behind.bias
