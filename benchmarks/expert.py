@@ -29,6 +29,7 @@ from flashrt_ros.ops.cuda.expert import ExpertKernel, ExpertScratch
 from flashrt_ros.ops.cuda.expert_codes import Codes
 from flashrt_ros.ops.cuda.expert_packing import (
     ACTIONS,
+    FEW_ROWS,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -85,11 +86,12 @@ class Expert:
     def packed(self, bits: int = 16) -> tuple[ExpertWeights, Expert]:
         """The weights as the kernel reads them, and the expert whose weights are what those stand for."""
         matrices = {name: getattr(self, name) for name in _MATRICES}
+        few_rows = len(self.noise) <= FEW_ROWS
         if bits == 16:
-            return pack(**matrices, enter=self.enter, leave=self.leave), self
+            return pack(**matrices, enter=self.enter, leave=self.leave, few_rows=few_rows), self
         made = {name: quantised(matrix, bits) for name, matrix in matrices.items()}
         codes, values = ({name: pair[i] for name, pair in made.items()} for i in range(2))
-        return pack(**codes, enter=self.enter, leave=self.leave), replace(self, **values)
+        return pack(**codes, enter=self.enter, leave=self.leave, few_rows=few_rows), replace(self, **values)
 
 
 def quantised(matrices: Tensor, bits: int) -> tuple[Codes, Tensor]:

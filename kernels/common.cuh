@@ -154,6 +154,19 @@ __device__ __forceinline__ u32 transposed_matrix(u32 word) {
   return result;
 }
 
+// Writes the transposes of two or four 8x8 matrices of bfloat16 into shared memory; lane i names row i % 8 of
+// number i / 8 there.
+__device__ __forceinline__ void store_matrices_transposed(u32 shared, const u32 (&words)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared), "r"(words[0]),
+               "r"(words[1])
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices_transposed(u32 shared, const u32 (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // Four transposed 8x8 matrices of bfloat16 from shared memory.
 __device__ __forceinline__ uint4 load_matrices_transposed(u32 shared) {
   uint4 v;

@@ -4,10 +4,15 @@
 // blocks. A cluster computes some outputs of a product, each of its blocks with an eighth of the inputs; the parts meet
 // in the shared memory of the block that owns the output. So a block reads an eighth of the rows only, and a phase ends
 // with one exchange inside the cluster and one between clusters (see grid.cuh), neither of which needs a flag in front
-// of the reader; one fence a layer is for the resets behind them. The weights depend on nothing: a producer thread
-// of each block streams them through a ring in shared memory, across phases, layers and steps. While a block waits for
-// rows, its warps work out addresses, and with few rows they take the first weights into registers. Launching the
-// phases one by one computes the same bits, and so does any number of clusters.
+// of the reader; one fence a layer is for the resets behind them. With few rows `down` is part of gate_up: a cluster
+// multiplies its own hidden values, and what all clusters get is added (see expert_hidden.cuh).
+//
+// The weights depend on nothing: a producer thread of each block streams them through a ring in shared memory, across
+// phases, layers and steps. While a block waits for rows, its warps work out addresses, and with few rows they take the
+// first weights into registers.
+//
+// Launching the phases one by one computes the same bits. So does any number of clusters with many rows; with few, each
+// cluster rounds its share of `down`, and there are as many shares as clusters.
 //
 // The residual stays in float, in registers: every cluster has all of it, and adds the same sums in the same order. The
 // adaptive norm rides on the product behind it: the operands are x * (1 + scale), the row's 1 / rms is applied to the
@@ -16,10 +21,12 @@
 // Query and key features come in rotary pairs (i, i + 128).
 //
 // ROWS: rows of the chunk; OPERAND_ROWS: those in whole groups of eight. KEYS: keys that a block may have, in groups of
-// 32. LAYERS: number of layers. CLUSTERS: size of the grid. RESIDENT: one launch runs all phases; otherwise a launch runs
-// one. STAGES: of the ring, that there is room for. SHARED_BYTES: shared memory of a block. PROJECT_BITS, OUTPUT_BITS,
-// GATE_UP_BITS, DOWN_BITS: of a product's weights, 16 for bfloat16, 8 for E4M3 or 4 for NVFP4; activations are bfloat16.
+// 32. LAYERS: number of layers. CLUSTERS: size of the grid. RESIDENT: one launch runs all phases; otherwise a launch
+// runs one. STAGES: of the ring, that there is room for. SHARED_BYTES: shared memory of a block. PROJECT_BITS,
+// OUTPUT_BITS, GATE_UP_BITS, DOWN_BITS: of a product's weights, 16 for bfloat16, 8 for E4M3 or 4 for NVFP4; activations
+// are bfloat16.
 #include "expert_attention.cuh"
+#include "expert_hidden.cuh"
 #include "expert_plan.cuh"
 #include "expert_products.cuh"
 
@@ -119,15 +126,41 @@ struct Factors {
   float2 gate, up;
 };
 
-// What is made before the wait, for the first unit and row of a warp: `to` is where its hidden values go.
+// Where a lane's hidden values go: through the second-level cache, to all clusters.
+struct ToClusters {
+  bf16* to;
+  int other;  // elements to the same place in the other copy
+
+  // Of the block's `slot`, which is number `unit` of the layer.
+  __device__ __forceinline__ ToClusters(const Consumer& c, const Position& at, int, int unit, int row)
+      : to(c.rows(kHiddenWords, kHidden, c.layer_copy(at)) + row * kHidden + unit * kTile + c.quad * 2),
+        other((1 - 2 * c.layer_copy(at)) * ROWS * kHidden) {}
+  __device__ __forceinline__ void pin() { asm volatile("" : "+l"(to)); }
+  __device__ __forceinline__ void put(const Consumer&, int row, u32 word) const {
+    if (row < ROWS) exchange(to, to + other, word);
+  }
+};
+
+template <bool IS_FEW>
+struct HiddenPlaceOf {
+  using Type = ToCluster;
+};
+template <>
+struct HiddenPlaceOf<false> {
+  using Type = ToClusters;
+};
+using HiddenPlace = typename HiddenPlaceOf<kFewRows>::Type;
+
+// What is made before the wait, for the first unit and row of a warp.
 struct FirstHidden {
   Factors factors;
-  bf16* to;
+  HiddenPlace place;
 };
 
 // hidden = gelu(norm(x) @ gate) * (norm(x) @ up).
 __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
-  const int copy = c.layer_copy(at), first = c.first<GateUp>() / 2 + c.rank;
+  const int first = c.first<GateUp>() / 2 + c.rank;
+  if (kFewRows) expect_hidden(c, at);
   const auto unit_of = [&](int unit) { return min(first + unit * kRanks, GateUp::kTiles / 2 - 1); };
   const int early_unit = unit_of(c.warp / kRowBlocks);
   const float2 early_gate = shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * early_unit),
@@ -136,16 +169,20 @@ __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
     return Factors{factor_of<GateUp>(c, at, c.plan.gate_up_factor, 2 * unit),
                    factor_of<GateUp>(c, at, c.plan.gate_up_factor, 2 * unit + 1)};
   };
-  const auto place_of = [&](int unit, int row) {
-    return c.rows(kHiddenWords, kHidden, copy) + row * kHidden + unit * kTile + c.quad * 2;
-  };
+  Share share(c);
   const auto fetch = [&] {
-    FirstHidden made{factors(early_unit), place_of(early_unit, c.warp % kRowBlocks * 8 + c.row)};
-    if (kOnce<GateUp>) asm volatile("" : "+l"(made.to));
+    const int slot = c.warp / kRowBlocks;
+    FirstHidden made{factors(early_unit), HiddenPlace(c, at, slot, early_unit, c.warp % kRowBlocks * 8 + c.row)};
+    if (kOnce<GateUp>) made.place.pin();
+    if (kFewRows && kRowsEach == 1) {
+      share.fetch_factors(c, at);
+      share.locate(c);
+      share.take_early(c);
+    }
     return made;
   };
   multiply_normalised<GateUp>(c, at, fetch, [&](const Arrived& arrived, const auto& made, int slot, int row) {
-    if (row >= ROWS) return;
+    if (!kFewRows && row >= ROWS) return;
     const int unit = unit_of(slot);
     const bool is_early = kOnce<GateUp> || unit == early_unit;
     const float2 gate_shift = is_early ? early_gate : shift_of<GateUp>(c, at, c.plan.gate_up_shift, 2 * unit),
@@ -154,12 +191,21 @@ __device__ __forceinline__ void gate_up(Consumer& c, const Position& at) {
     const float inverse = arrived.inverse_rms();
     const float2 gate = arrived.value<GateUp>(0, inverse, scale.gate, gate_shift),
                  up = arrived.value<GateUp>(1, inverse, scale.up, up_shift);
-    bf16* to = kOnce<GateUp> ? made.to : place_of(unit, row);
-    exchange(to, to + (1 - 2 * copy) * ROWS * kHidden,
-             pack_bf16(lifted<Down>(gelu_tanh(gate.x) * up.x), lifted<Down>(gelu_tanh(gate.y) * up.y)));
+    const u32 word = pack_bf16(lifted<Down>(gelu_tanh(gate.x) * up.x), lifted<Down>(gelu_tanh(gate.y) * up.y));
+    if (kOnce<GateUp>) {
+      made.place.put(c, row, word);
+    } else {
+      HiddenPlace(c, at, slot, unit, row).put(c, row, word);
+    }
   });
   if (!kResident || at.layer + 1 < LAYERS) c.free_values();
-  c.resets_done();
+  if (!kFewRows) return c.resets_done();
+  if (kRowsEach > 1) {
+    share.fetch_factors(c, at);
+    share.locate(c);
+  }
+  c.fetch_norm(at.step, 2 * at.layer + 2);
+  multiply_hidden(c, at, share);
 }
 
 // Parts of hidden @ down.
@@ -179,7 +225,7 @@ __device__ __forceinline__ void send_velocity(const Consumer& c, const float* pa
     const int row = c.row_of_warp(i);
     if (row >= ROWS) break;
     float* inputs = reinterpret_cast<float*>(c.shared.operands) + row * Project::kSlice;
-    *reinterpret_cast<float4*>(inputs + c.lane * 4) = scaled(c, c.residual[i]);
+    *reinterpret_cast<float4*>(inputs + c.inner_column()) = scaled(c, c.residual[i]);
     __syncwarp();
     float sum = 0.0f;
 #pragma unroll 8
@@ -247,7 +293,7 @@ __device__ __forceinline__ void run_all(Consumer& c) {
       run(c, step, layer, kAttend, attend);
       run(c, step, layer, kOutput, output);
       run(c, step, layer, kGateUp, gate_up);
-      run(c, step, layer, kDown, down);
+      if (!kFewRows) run(c, step, layer, kDown, down);
     }
     run(c, step, LAYERS, kLeave, leave);
   }
@@ -260,7 +306,9 @@ __device__ __forceinline__ void run_one(Consumer& c) {
     case kAttend: return attend(c, at);
     case kOutput: return output(c, at);
     case kGateUp: return gate_up(c, at);
-    case kDown: return down(c, at);
+    case kDown:
+      if (!kFewRows) down(c, at);
+      return;
     case kLeave: return leave(c, at);
   }
 }

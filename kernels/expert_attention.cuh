@@ -8,9 +8,9 @@
 // that neither mix nor join are done.
 //
 // What is read here is overwritten late enough: `output` puts its operands where queries and weights are behind a
-// barrier of the block; parts of `down` come to the memory of these parts when there are hidden values of all clusters,
-// hence behind all attended values; parts of `gate_up` come to the memory of the values behind attended values too,
-// which need those of all mixing warps.
+// barrier of the block; parts of `down`, which many rows have, come to the memory of these parts when there are hidden
+// values of all clusters, hence behind all attended values; parts of `gate_up` come to the memory of the values behind
+// attended values too, which need those of all mixing warps.
 #pragma once
 #include "expert_products.cuh"
 

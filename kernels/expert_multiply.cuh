@@ -158,6 +158,7 @@ struct Unit {
 
 // -- few rows: a warp multiplies whole units, or half of the inputs of one where there are many -----------------------
 
+static_assert(Project::kChunks == 2 && GateUp::kChunks == 2 && Output::kChunks == 4, "a warp has two chunks of a unit");
 template <typename P>
 constexpr bool kPairs = P::kChunks > 2;  // two warps share a unit
 template <typename P>
@@ -184,23 +185,48 @@ __device__ __forceinline__ void finish_unit(const Consumer& c, const float (&sum
   }
 }
 
+// The same of few rows, which lets each lane finish eight outputs of one row: finish(tile, row, outputs). Sums become
+// rows in memory: that of the operands of chunks that this product does not have, 16 bytes a row.
+template <typename P>
+__device__ __forceinline__ u32 rows_memory(const Consumer& c) {
+  constexpr int kBefore = P::kChunks * kOperandBytesOfChunk, kBytes = 2 * kOperandRows * kTile * 2;
+  static_assert(!kFewRows || kPairs<P> || kBefore + kWarps * kBytes <= kOperandBytes, "chunks of other products");
+  return shared_address(c.shared.operands) + kBefore + c.warp * kBytes + c.lane * kTile * 2;
+}
+template <typename P, typename Finish>
+__device__ __forceinline__ void finish_unit_by_rows(const Consumer& c, const float (&sums)[kSums], int unit,
+                                                    const Finish& finish) {
+  u32 words[2 * kRowBlocks];
+#pragma unroll
+  for (int i = 0; i < 2 * kRowBlocks; ++i) {
+    const int first = i % kRowBlocks * 4 + i / kRowBlocks * 2;
+    words[i] = pack_bf16(sums[first], sums[first + 1]);
+  }
+  const u32 memory = rows_memory<P>(c);
+  __syncwarp();  // all lanes have loaded what was there before
+  store_matrices_transposed(memory, words);
+  __syncwarp();
+  const int tile = 2 * unit + c.lane / kOperandRows, row = c.lane % kOperandRows;
+  if (c.lane < 2 * kOperandRows && row < ROWS && tile < c.count<P>()) finish(tile, row, load_shared16(memory));
+}
+
 // The units of a product that a warp multiplies, one at a time. It is made in front of the wait for rows, which is long
 // enough to work out all addresses, and to take the first weights into registers: the ring is filled again meanwhile.
 template <typename P>
 struct Multiplier {
-  static constexpr int kOwn = kPairs<P> ? P::kChunks / 2 : 2;  // chunks of a unit that this warp has
+  static constexpr int kOwn = 2;  // chunks of a unit that this warp has: both, or half of four
   static constexpr bool kMore = ceil_div(P::kMost, 2) > kUnitsAtOnce<P>;
   // A warp waits for its first weights in front of the barrier behind the operands. Other stages of the phase are
   // released behind it only, so that is for rings where none of those first ones takes the place of another stage of
   // the phase.
   static constexpr int kGroupsAtOnce = min_of(ceil_div(P::kMost, kStageTiles), ceil_div(kUnitsAtOnce<P>, kStageUnits));
-  static constexpr bool kIsEarly = (kGroupsAtOnce - 1) * P::kChunks + (kPairs<P> ? P::kChunks / 2 : 0) + 1 < STAGES;
+  static constexpr bool kIsEarly = (kGroupsAtOnce - 1) * P::kChunks + (kPairs<P> ? kOwn : 0) + 1 < STAGES;
 
   int unit, half;  // number of the unit; of its inputs
   FewRowsAddress operands;
   Source sources[kOwn];
-  Weights<P::kBits> weights[2];  // of two chunks
-  uint4 decoded[2][kSteps] = {};  // what the matrix instructions take of codes
+  Weights<P::kBits> weights[kOwn];
+  uint4 decoded[kOwn][kSteps] = {};  // what the matrix instructions take of codes
 
   __device__ __forceinline__ explicit Multiplier(const Consumer& c)
       : unit(kPairs<P> ? c.warp / 2 : c.warp),
@@ -237,12 +263,12 @@ struct Multiplier {
     if (exists(c)) release_and_decode(c);
   }
 
-  // Takes the weights of this and the next of its chunks, if its unit exists.
-  __device__ __forceinline__ void take(const Consumer& c, int chunk = 0) {
+  // Takes the weights of its chunks, if its unit exists.
+  __device__ __forceinline__ void take(const Consumer& c) {
     if (!exists(c)) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Source& source = sources[chunk + i];
+    for (int i = 0; i < kOwn; ++i) {
+      const Source& source = sources[i];
       c.ring.wait(source.number, source.replaces, source.full, source.parity);
       weights[i].load(c.lane, source.from);
     }
@@ -250,11 +276,11 @@ struct Multiplier {
 
   // The ring may have the memory of what was taken. Codes are decoded at once: with the first ones nobody waits for
   // that.
-  __device__ __forceinline__ void release_and_decode(const Consumer& c, int chunk = 0) {
-    release(c, chunk);
+  __device__ __forceinline__ void release_and_decode(const Consumer& c) {
+    release(c);
     if constexpr (P::kBits != 16) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < kOwn; ++i)
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
           uint4& to = decoded[i][s];
@@ -263,26 +289,154 @@ struct Multiplier {
         }
     }
   }
-  __device__ __forceinline__ void release(const Consumer& c, int chunk) const {
+  __device__ __forceinline__ void release(const Consumer& c) const {
     __syncwarp();
     if (c.lane > 0) return;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Source& source = sources[chunk + i];
-      c.ring.release(source.full, weights[i].loaded(), source.arrivals);
-    }
+    for (int i = 0; i < kOwn; ++i)
+      c.ring.release(sources[i].full, weights[i].loaded(), sources[i].arrivals);
   }
 
-  // sums[i] += the chunk that was taken as number i times rows[i]: two chunks side by side, whose chains of sums
-  // overlap.
-  __device__ __forceinline__ void multiply(float (&sums)[2][kSums], const FewRows (&rows)[2]) const {
+  // sums[i] += chunk i times rows[i]: both side by side, whose chains of sums overlap.
+  __device__ __forceinline__ void multiply(float (&sums)[kOwn][kSums], const FewRows (&rows)[kOwn]) const {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < kOwn; ++i)
         multiply_step(sums[i], P::kBits == 16 ? weights[i].step(s) : decoded[i][s], rows[i].step(s), 0);
   }
 };
+
+// The same where the ring holds the whole product, and a warp has few units: it waits for all weights in front of the
+// wait for rows, knows by then where they are, and has as many of them as there are registers for. What it loads later,
+// it loads behind products of another unit.
+template <typename P>
+constexpr int kUnitsEach = ceil_div(ceil_div(P::kMost, 2), kUnitsAtOnce<P>);
+template <typename P>
+constexpr bool kHolds = !kPairs<P> && P::stages(P::kMost) <= STAGES && kUnitsEach<P> <= 4;
+
+template <typename P>
+struct HeldUnits {
+  static constexpr int kUnits = kUnitsEach<P>;
+  static constexpr int kSets = P::kBits == 16 ? 1 : kUnits;  // units whose weights there are registers for
+  static_assert(!kHolds<P> || P::kChunks == 2, "a warp multiplies whole units");
+
+  int first;  // number of this warp's first unit
+  FewRowsAddress operands;
+  u32 from[kUnits][2];                  // where the weights of both chunks lie in the ring
+  u32 empty[kUnits], arrivals[kUnits];  // of lane i's release, which is that of chunk i
+  Weights<P::kBits> weights[kSets][2];
+  uint4 decoded[2][kSteps] = {};  // of the unit to come: what the matrix instructions take of codes
+
+  __device__ __forceinline__ explicit HeldUnits(const Consumer& c) : first(c.warp), operands(c, 0) { operands.pin(); }
+
+  // Whether the groups in which unit i of some warp lies are whole, whatever the cluster.
+  static __host__ __device__ constexpr bool is_whole(int i) { return (i + 1) * kUnitsAtOnce<P> * 2 <= P::kLeast; }
+
+  __device__ __forceinline__ int unit(int i) const { return first + i * kUnitsAtOnce<P>; }
+  __device__ __forceinline__ bool exists(const Consumer& c, int i) const {
+    return is_whole(i) || 2 * unit(i) < c.count<P>();
+  }
+
+  // Waits for the weights of unit i: from its group on there are `left` tiles, and its first chunk is at `spot`. All
+  // that the ring holds of a phase has places that were free when it began.
+  __device__ __forceinline__ void await(const Consumer& c, int i, const Spot& spot, int left) {
+    constexpr bool kAll = P::kIsWhole;
+    const int member = first % kStageUnits, tiles = kAll || is_whole(i) ? kStageTiles : min(left, kStageTiles);
+    const bool shares = !kAll && !is_whole(i) && P::log2_chunks_in_stage(tiles) > 0;  // one stage has both chunks
+    const Spot behind = c.ring.behind(spot);
+    const u32 full[2] = {c.ring.full_barrier(spot), c.ring.full_barrier(shares ? spot : behind)};
+    const u32 offset = Weights<P::kBits>::offset(member, c.lane);
+    from[i][0] = c.ring.stage(spot) + offset;
+    from[i][1] = shares ? from[i][0] + tiles * P::kChunkBytes : c.ring.stage(behind) + offset;
+    const int missing = kArrivals - (shares ? 2 : 1) * ((tiles + 1) / 2);
+    const bool is_second = c.lane > 0;
+    empty[i] = is_second ? full[1] : full[0];
+    arrivals[i] = member == 0 && !(is_second && shares) ? 1 + missing : 1;  // see Unit::arrivals
+    asm volatile("" : "+r"(from[i][0]), "+r"(from[i][1]), "+r"(empty[i]), "+r"(arrivals[i]));
+    const u32 number = c.stages + (unit(i) / kStageUnits) * P::kChunks;
+    c.ring.wait(number, false, full[0], spot.parity);
+    c.ring.wait(shares ? number : number + 1, false, full[1], shares ? spot.parity : behind.parity);
+  }
+
+  __device__ __forceinline__ void load(const Consumer& c, int i) {
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) weights[i % kSets][chunk].load(c.lane, from[i][chunk]);
+  }
+
+  // The ring may have the memory of unit i, once all lanes have loaded.
+  __device__ __forceinline__ void release(const Consumer& c, int i) const {
+    const auto& loaded = weights[i % kSets];
+    const u32 all = loaded[0].loaded() | loaded[1].loaded();
+    __syncwarp();
+    if (c.lane < 2) c.ring.release(empty[i], all, arrivals[i]);
+  }
+
+  // Codes are decoded behind products of another unit.
+  __device__ __forceinline__ void decode(int i) {
+    if constexpr (P::kBits != 16) {
+#pragma unroll
+      for (int chunk = 0; chunk < 2; ++chunk)
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          uint4& to = decoded[chunk][s];
+          to = weights[i % kSets][chunk].step(s);
+          asm volatile("" : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w));
+        }
+    }
+  }
+
+  __device__ __forceinline__ void prepare(const Consumer& c) {
+    constexpr u32 kFurther = kUnitsAtOnce<P> / kStageUnits * P::kChunks;  // stages from one unit to the next
+    static_assert(kPairs<P> || kUnitsAtOnce<P> % kStageUnits == 0, "all units of a warp are the same member");
+    const int group = first / kStageUnits;
+    Spot spot = c.ring.spot(c.stages + group * P::kChunks);
+    int left = c.count<P>() - group * kStageTiles;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (!exists(c, i)) break;
+      await(c, i, spot, left);
+      if (i < kSets) load(c, i);
+      left -= kUnitsAtOnce<P> * 2;
+      spot = c.ring.behind(spot, kFurther);
+    }
+#pragma unroll
+    for (int i = 0; i < kSets; ++i)
+      if (exists(c, i)) release(c, i);
+    if (exists(c, 0)) decode(0);
+  }
+
+  // What both chunks of unit i add, side by side: chains of sums that overlap.
+  __device__ __forceinline__ void multiply(float (&sums)[kSums], const FewRows (&rows)[2], int i) const {
+    float both[2][kSums] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int chunk = 0; chunk < 2; ++chunk)
+        multiply_step(both[chunk], P::kBits == 16 ? weights[i % kSets][chunk].step(s) : decoded[chunk][s],
+                      rows[chunk].step(s), 0);
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) sums[k] = both[0][k] + both[1][k];
+  }
+};
+
+template <typename P, typename Finish>
+__device__ __forceinline__ void multiply_held_units(const Consumer& c, HeldUnits<P>& m, const Finish& finish) {
+  constexpr int kUnits = HeldUnits<P>::kUnits, kSets = HeldUnits<P>::kSets;
+  if (!m.exists(c, 0)) return;
+  const FewRows kept[2] = {m.operands.load(c, 0), m.operands.load(c, 1)};
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    float sums[kSums];
+    m.multiply(sums, kept, i);
+    const bool loads = i + kSets < kUnits && m.exists(c, i + kSets), goes_on = i + 1 < kUnits && m.exists(c, i + 1);
+    if (loads) m.load(c, i + kSets);
+    if (goes_on) m.decode(i + 1);
+    finish_unit_by_rows<P>(c, sums, m.unit(i), finish);
+    if (!goes_on) return;
+    if (loads) m.release(c, i + kSets);
+  }
+}
 
 // Whole units. One is finished while the weights of the next come.
 template <typename P, typename Finish>
@@ -302,7 +456,7 @@ __device__ __forceinline__ void multiply_whole(const Consumer& c, Multiplier<P>&
       m.locate(c);
       m.take(c);
     }
-    finish_unit<P>(c, sums, unit, finish);
+    finish_unit_by_rows<P>(c, sums, unit, finish);
     if (!Multiplier<P>::kMore || !m.exists(c)) return;
     m.release_and_decode(c);
   }
@@ -317,17 +471,9 @@ __device__ __forceinline__ void multiply_halves(const Consumer& c, Multiplier<P>
 #pragma unroll 1
   while (true) {
     float both[2][kSums] = {};
-#pragma unroll
-    for (int chunk = 0; chunk < Multiplier<P>::kOwn; chunk += 2) {
-      const FewRows rows[2] = {m.operands.load(c, chunk), m.operands.load(c, chunk + 1)};
-      if (chunk == 0) {
-        m.begin(c);
-      } else {
-        m.release_and_decode(c, chunk);
-      }
-      m.multiply(both, rows);
-      if (chunk + 2 < Multiplier<P>::kOwn) m.take(c, chunk + 2);
-    }
+    const FewRows rows[2] = {m.operands.load(c, 0), m.operands.load(c, 1)};
+    m.begin(c);
+    m.multiply(both, rows);
     float mine[4] = {}, given[4] = {};
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) {
@@ -514,12 +660,16 @@ struct ManyRowsMultiplier {
   __device__ __forceinline__ explicit ManyRowsMultiplier(const Consumer&) {}
   __device__ __forceinline__ void prepare(const Consumer&) const {}
 };
-template <typename P, bool IS_FEW = kFewRows>
+template <typename P, bool IS_FEW = kFewRows, bool HOLDS = kHolds<P>>
 struct MultiplierOf {
   using Type = Multiplier<P>;
 };
 template <typename P>
-struct MultiplierOf<P, false> {
+struct MultiplierOf<P, true, true> {
+  using Type = HeldUnits<P>;
+};
+template <typename P, bool HOLDS>
+struct MultiplierOf<P, false, HOLDS> {
   using Type = ManyRowsMultiplier<P>;
 };
 // What multiplies the tiles of this cluster.
@@ -533,6 +683,8 @@ __device__ __forceinline__ void multiply_tiles(const Consumer& c, TileMultiplier
     multiply_in_groups<P>(c, finish);
   } else if constexpr (!kFewRows) {
     multiply_in_teams<P>(c, finish);
+  } else if constexpr (kHolds<P>) {
+    multiply_held_units<P>(c, m, finish);
   } else if constexpr (kPairs<P>) {
     multiply_halves<P>(c, m, finish);
   } else {

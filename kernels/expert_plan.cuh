@@ -16,7 +16,10 @@ constexpr int kWarps = ROWS <= 32 ? 12 : 16, kConsumers = kWarps * kWarpSize, kT
 constexpr bool kMovesRegisters = kWarps == 12;
 constexpr int kRegistersThatFetch = 80, kRegistersThatMultiply = 144;
 constexpr int kModulations = 2 * LAYERS + 1;
-constexpr int kPhasesPerLayer = 5, kPhasesPerStep = kPhasesPerLayer * LAYERS + 1;
+// Few rows: every product is so short that its latency counts, not its work. Then hidden values stay inside their
+// cluster, and gate_up and down are one phase (see expert_hidden.cuh).
+constexpr bool kFewRows = ROWS <= 16;
+constexpr int kPhasesPerLayer = kFewRows ? 4 : 5, kPhasesPerStep = kPhasesPerLayer * LAYERS + 1;
 constexpr float kEps = 1e-6f;
 static_assert(kClusters >= 1 && kClusters <= 16, "every block owns outputs of every product");
 static_assert(ROWS >= 1 && ROWS <= 64, "rows of the chunk");
@@ -38,8 +41,6 @@ __host__ __device__ constexpr int chunk_bytes(int bits) {
 // swizzled as the matrix instructions expect.
 constexpr int kRowBlocks = ceil_div(ROWS, 8), kOperandRows = kRowBlocks * 8;
 constexpr int kOperandBytesOfChunk = kOperandRows * kChunk * 2;
-// Few rows: every product is so short that its latency counts, not its work.
-constexpr bool kFewRows = kOperandRows <= 16;
 // Of few rows, those behind the first eight lie in each chunk as lanes need them: 16 bytes a lane for two steps of
 // sixteen inputs, [pair of steps][row][quad][step][group of eight inputs][two inputs]. As matrices they would be read
 // whole, also where they do not exist. Which quad lies where depends on pair of steps and chunk, for the banks: bits 4
@@ -49,39 +50,67 @@ __host__ __device__ constexpr int more_rows_swizzle(int chunk, int pair_of_steps
   return (pair_of_steps + chunk % 2 * 2) * 16;
 }
 
-template <int TILES, int INPUTS, int UNIT, int PLACE, int BITS>
-struct Product {  // UNIT: tiles that must have one owner; PLACE: in a Consumer's tables; BITS: of a weight
+// UNIT: tiles that must have one owner; TOGETHER: those that must have one cluster; PLACE: in a Consumer's tables;
+// BITS: of a weight.
+template <int TILES, int INPUTS, int UNIT, int TOGETHER, int PLACE, int BITS>
+struct Product {
   static constexpr int kTiles = TILES, kUnit = UNIT, kPlace = PLACE;
   static constexpr int kBits = BITS, kChunkBytes = chunk_bytes(BITS);        // of a tile's part of a chunk
   static constexpr int kSlice = INPUTS / kRanks, kChunks = kSlice / kChunk;  // inputs of a block
-  static constexpr int kMost = ceil_div(TILES / UNIT, kClusters) * UNIT;     // tiles of a cluster
-  static constexpr int kSlots = ceil_div(kMost / UNIT, kRanks) * UNIT;       // tiles of an owner
-  static_assert(kSlice % kChunk == 0 && TILES % UNIT == 0, "whole chunks and units");
+  static constexpr int kMost = ceil_div(TILES / TOGETHER, kClusters) * TOGETHER;  // tiles of a cluster
+  static constexpr int kLeast = TILES / TOGETHER / kClusters * TOGETHER;
+  static constexpr bool kIsWhole = TOGETHER % kStageTiles == 0;  // no stage has fewer tiles than others
+  static constexpr int kSlots = ceil_div(kMost / UNIT, kRanks) * UNIT;  // tiles of an owner
+  static_assert(kSlice % kChunk == 0 && TILES % TOGETHER == 0 && TOGETHER % UNIT == 0, "whole chunks and units");
   static_assert(kChunks == 2 || kChunks == 4 || kChunks == 8, "a power of two");
   static_assert(BITS == 16 || BITS == 8 || BITS == 4, "bfloat16, E4M3 or NVFP4");
 
-  static __device__ __forceinline__ int first(int cluster) { return cluster * (TILES / UNIT) / kClusters * UNIT; }
+  static __device__ __forceinline__ int first(int cluster) {
+    return cluster * (TILES / TOGETHER) / kClusters * TOGETHER;
+  }
   static __device__ __forceinline__ int count(int cluster) { return first(cluster + 1) - first(cluster); }
   // A stage holds one chunk of eight tiles, or two, four or eight chunks of the fewer tiles that are left over.
   static __host__ __device__ constexpr int log2_chunks_in_stage(int tiles) {
     return min_of(kChunks == 2 ? 1 : kChunks == 4 ? 2 : 3, tiles > 4 ? 0 : tiles > 2 ? 1 : tiles > 1 ? 2 : 3);
   }
-  static __host__ __device__ constexpr int chunks_in_stage(int tiles) { return 1 << log2_chunks_in_stage(tiles); }
   static __host__ __device__ constexpr int stages(int tiles) {
     const int left = tiles % kStageTiles;
     return tiles / kStageTiles * kChunks + (left > 0 ? kChunks >> log2_chunks_in_stage(left) : 0);
   }
 };
 
-using Project = Product<(kHeads + 2) * kHeadDim / kTile, kWidth, 1, 0, PROJECT_BITS>;
-using Output = Product<kWidth / kTile, kInner, 1, 1, OUTPUT_BITS>;
-using GateUp = Product<2 * kHidden / kTile, kWidth, 2, 2, GATE_UP_BITS>;
-using Down = Product<kWidth / kTile, kHidden, 1, 1, DOWN_BITS>;  // tiles as those of Output
+// Hidden values of a cluster come in blocks of 32 if they are the inputs of its share of `down`.
+constexpr int kHiddenBlock = 32;
+using Project = Product<(kHeads + 2) * kHeadDim / kTile, kWidth, 1, 1, 0, PROJECT_BITS>;
+using Output = Product<kWidth / kTile, kInner, 1, 1, 1, OUTPUT_BITS>;
+using GateUp = Product<2 * kHidden / kTile, kWidth, 2, kFewRows ? 2 * kHiddenBlock / kTile : 2, 2, GATE_UP_BITS>;
+using Down = Product<kWidth / kTile, kHidden, 1, 1, 1, DOWN_BITS>;  // with many rows; tiles as those of Output
 constexpr int kStageBytes = kStageTiles * max_of(max_of(Project::kChunkBytes, Output::kChunkBytes),
                                                  max_of(GateUp::kChunkBytes, Down::kChunkBytes));
 // At a stage, always: one for each chunk in it and each warp that uses it, and as many more as there are fewer of
 // those.
 constexpr int kArrivals = kStageTiles;
+
+// -- hidden values of few rows ----------------------------------------------------------------------------------------
+
+// A cluster's share of `down`: its hidden values are the inputs, in blocks of 32, and each of its blocks has an eighth
+// of the outputs, sixteen tiles. Weights of a block of inputs fill a stage: [group of four tiles][step 2], and what the
+// stage of another product holds for a tile and four steps, it holds for a step and four tiles.
+constexpr int kHiddenBlocks = kHidden / kHiddenBlock, kMostHiddenBlocks = ceil_div(kHiddenBlocks, kClusters);
+constexpr int kTilesOfBlock = kHiddenBlock / kTile * 2;            // of gate_up
+constexpr int kDownGroups = 4, kDownTeams = kWarps / kDownGroups;  // warps of one group; they share the inputs
+constexpr int kDownStageBytes = kStageTiles * chunk_bytes(DOWN_BITS);
+constexpr int kOutputsOfRank = kWidth / kRanks;
+// Eight values of a row are 16 bytes, [block of 32][eight 4][row]; the stride is for the banks.
+constexpr int kHiddenStride = (ROWS <= 2 ? 2 : ROWS <= 10 ? 10 : 18) * 16;
+constexpr int kHiddenBytes = kFewRows ? kMostHiddenBlocks * 4 * kHiddenStride : 0;
+// Sums of each team: [team][row][output]; those of the last one in the memory of traded sums if they fit.
+constexpr int kTeamStride = kOutputsOfRank + 4;  // floats, free of bank conflicts
+constexpr int kTeamFloats = ROWS * kTeamStride, kTradedFloats = kFewRows ? kWarps * kWarpSize * 4 : 4;
+constexpr bool kTradesTeam = kTeamFloats <= kTradedFloats;
+constexpr int kTeamBytes = kFewRows ? (kDownTeams - (kTradesTeam ? 1 : 0)) * kTeamFloats * 4 : 0;
+// Both lie in the memory of the operands, where teams take the place of those of gate_up, and hidden values lie behind.
+constexpr int kHiddenOffset = max_of(kTeamBytes, GateUp::kChunks * kOperandBytesOfChunk);
 
 // -- attention --------------------------------------------------------------------------------------------------------
 
@@ -112,16 +141,17 @@ constexpr int kAttendFloats = kExtremeFloats + kRanks * kMostQueries * kDims / 2
 constexpr int kProjectFloats = Project::kSlots * kPartFloats + kSquares;
 constexpr int kGateUpFloats = GateUp::kSlots * kPartFloats + kSquares;
 constexpr int kLeaveFloats = kRanks * ROWS * kActions + kSquares;
-constexpr int kSumFloats = max_of(Output::kSlots, Down::kSlots) * kPartFloats;
+constexpr int kSumFloats = Output::kSlots * kPartFloats;  // as many of down
 constexpr int kFloatsX = max_of(kProjectFloats, kSumFloats);
-constexpr int kFloatsY = max_of(kAttendFloats, kSumFloats);
-constexpr int kTradedFloats = kFewRows ? kWarps * kWarpSize * 4 : 4;
+constexpr int kFloatsY = kFewRows ? kAttendFloats : max_of(kAttendFloats, kSumFloats);
 constexpr int kValueStride = kHeadDim * 2 + 16, kQueryStride = kHeadDim * 2 + 64;  // bytes, free of bank conflicts
 constexpr int kFloatsV = max_of(KEYS * kValueStride / 4, max_of(kGateUpFloats, kLeaveFloats));
 
 constexpr int kQueriesHeld = kQueryTiles * 16;
 constexpr int kScoreBytes = kQueriesHeld * (kScoreStride + kKeyTiles) * 4;  // weights, and the maximum of each tile
-constexpr int kOperandBytes = max_of(Down::kChunks * kOperandBytesOfChunk, kQueriesHeld * kQueryStride + kScoreBytes);
+constexpr int kProductBytes = (kFewRows ? Output::kChunks : Down::kChunks) * kOperandBytesOfChunk;
+constexpr int kOperandBytes = max_of(max_of(kProductBytes, kHiddenOffset + kHiddenBytes),
+                                     kQueriesHeld * kQueryStride + kScoreBytes);
 
 constexpr int kPlaces = 5, kExtremes = 4;  // barriers of parts; the last counts maxima and sums of attention
 // Where the parts of one phase go, which barrier counts them, and whether that barrier's turn is odd.
@@ -154,6 +184,12 @@ constexpr int kSumCopies = 4;
 constexpr int kResidual = 0, kSumWords = kResidual + 2 * ROWS * kWidth, kQuery = kSumWords + kSumCopies * ROWS * kWidth,
               kKey = kQuery + ROWS * kInner, kValue = kKey + ROWS * kHeadDim, kAttended = kValue + ROWS * kHeadDim,
               kHiddenWords = kAttended + ROWS * kInner;
+// In the place of hidden values few rows have the sum of what the clusters' shares of `down` give, in two copies:
+// [copy][row][rank][word 128] of 64 bits. Two neighbouring words are two columns, and the 64 words behind the first 64
+// are those that follow them, so that a lane that has four columns loads two pairs as its neighbours do.
+constexpr int kShares = kHiddenWords, kShareRow = 2 * kWidth;  // words of 32 bits
+using ShareSum = Fixed<kClusters>;
+__device__ __forceinline__ int column_of_word(int word) { return word % 64 / 2 * 4 + word / 64 * 2 + word % 2; }
 
 // All pointers are device memory.
 struct Plan {
@@ -170,7 +206,7 @@ struct Plan {
   const int* valid;                                        // rows of the prefix that exist
   const float* noise;                                      // [ROWS][kActions]
   float* actions;                                          // [ROWS][kActions], result
-  u32* words;                                              // exchanged memory, kUnwritten at first
+  u32* words;                                              // exchanged memory: kUnwritten at first, zeros at kShares
   u32* sync;                                               // zeros at first: parities, blocks that have left
   int capacity, steps, phase;  // `phase`: the one of this launch, unless the grid is resident
   // [LAYERS][outputs]: what the sums of a product's codes are multiplied by; null where its weights are bfloat16.
@@ -200,12 +236,12 @@ __device__ __forceinline__ Position locate(int index) {
 template <typename P>
 constexpr int kFirstWait =
     (min_of(ceil_div(P::kMost, kStageTiles), ceil_div(2 * kWarps, kStageTiles)) - 1) * P::kChunks + P::kChunks / 2 + 1;
-constexpr int kFarthest =
-    max_of(max_of(kFirstWait<Project>, kFirstWait<Output>), max_of(kFirstWait<GateUp>, kFirstWait<Down>));
+constexpr int kFarthest = max_of(max_of(kFirstWait<Project>, kFirstWait<Output>),
+                                 max_of(kFirstWait<GateUp>, kFewRows ? kDownTeams : kFirstWait<Down>));
 using WeightRing = Ring<STAGES, kStageBytes, kFarthest>;
 
-// Visits this block's part of one product in one layer, stage by stage: [chunk][tile][P::kChunkBytes], from the first of
-// the cluster's tiles on.
+// Visits this block's part of one product in one layer, stage by stage: [chunk][tile][P::kChunkBytes], from the first
+// of the cluster's tiles on.
 template <typename P, typename Visitor>
 __device__ __forceinline__ void visit_product(Visitor& visitor, const unsigned char* from, int tiles) {
   constexpr u32 kBytes = kStageTiles * P::kChunkBytes, kNextChunk = P::kTiles * P::kChunkBytes;
@@ -235,6 +271,18 @@ __device__ __forceinline__ const unsigned char* part_of(const unsigned char* wei
   return weights + (static_cast<u64>(piece) * P::kChunks * P::kTiles + P::first(cluster)) * P::kChunkBytes;
 }
 
+// The same of this block's share of `down`, in weights [layer][rank][block of 32 inputs][kDownStageBytes].
+template <typename Visitor>
+__device__ __forceinline__ void visit_share(Visitor& visitor, const unsigned char* weights, int piece, int first,
+                                            int blocks) {
+  const unsigned char* from = weights + (static_cast<u64>(piece) * kHiddenBlocks + first) * kDownStageBytes;
+#pragma unroll 1
+  for (; blocks > 0; --blocks, from += kDownStageBytes) {
+    visitor.begin(kDownStageBytes);
+    visitor.piece(0, from, kDownStageBytes);
+  }
+}
+
 template <typename Visitor>
 __device__ __forceinline__ void visit_weights(const Plan& plan, Visitor& visitor) {
   const int cluster = blockIdx.x / kRanks, rank = cluster_rank();
@@ -243,7 +291,12 @@ __device__ __forceinline__ void visit_weights(const Plan& plan, Visitor& visitor
     if (phase == kProject) visit_product<Project>(visitor, part_of<Project>(plan.project, piece, cluster), project);
     if (phase == kOutput) visit_product<Output>(visitor, part_of<Output>(plan.output, piece, cluster), added);
     if (phase == kGateUp) visit_product<GateUp>(visitor, part_of<GateUp>(plan.gate_up, piece, cluster), gate_up);
-    if (phase == kDown) visit_product<Down>(visitor, part_of<Down>(plan.down, piece, cluster), added);
+    if (kFewRows) {
+      if (phase == kGateUp)
+        visit_share(visitor, plan.down, piece, GateUp::first(cluster) / kTilesOfBlock, gate_up / kTilesOfBlock);
+    } else if (phase == kDown) {
+      visit_product<Down>(visitor, part_of<Down>(plan.down, piece, cluster), added);
+    }
   };
   if (!kResident) {
     const Position at = locate(plan.phase);
@@ -256,7 +309,7 @@ __device__ __forceinline__ void visit_weights(const Plan& plan, Visitor& visitor
       visit(kProject, piece);
       visit(kOutput, piece);
       visit(kGateUp, piece);
-      visit(kDown, piece);
+      if (!kFewRows) visit(kDown, piece);
     }
   }
 }
@@ -265,9 +318,9 @@ __device__ __forceinline__ void visit_weights(const Plan& plan, Visitor& visitor
 // exchange has to wait for them.
 constexpr int kBytesUnderWay = 65536, kUnderWay = min_of(kBytesUnderWay / kStageBytes, STAGES);
 
-// One thread fetches the weights into the ring. What a stage costs it, whatever its size, bounds the whole grid: a layer
-// has some forty of them. So nothing is divided here, nothing is worked out twice, and no fence stands in the way where
-// the ring is deep; and it has to be a thread that the compiler knows to be alone (see elect_one).
+// One thread fetches the weights into the ring. What a stage costs it, whatever its size, bounds the whole grid: a
+// layer has some forty of them. So nothing is divided here, nothing is worked out twice, and no fence stands in the way
+// where the ring is deep; and it has to be a thread that the compiler knows to be alone (see elect_one).
 struct Producer {
   WeightRing ring;
   u64 policy = evict_first_policy();
@@ -348,15 +401,44 @@ struct Work {
 
 constexpr int kFenceBarrier = 1, kConsumerBarrier = 2, kResetBarrier = 3, kValueBarrier = 4;
 
+// What this block has published of sums of few rows in the layer before number `layer`, and its part of the sums of
+// shares of its columns (see fence_resets).
+__device__ __forceinline__ void reset_published(const Plan& plan, int layer, u32 parity) {
+  const int cluster = blockIdx.x / kRanks, rank = cluster_rank(), lane = threadIdx.x % kWarpSize;
+  const u32 copy = (layer + (parity >> 2) & 1) ^ 1, sums = (parity & 3) + 2 * layer - 2;
+  u32* shares = plan.words + kShares + copy * ROWS * kShareRow + rank * kOutputsOfRank * 2;
+  constexpr int kPieces = kOutputsOfRank / 2, kSumPieces = kTile / 4;  // of 16 bytes: of a row, of a tile's row
+  for (int i = cluster * kWarpSize + lane; i < ROWS * kPieces; i += kClusters * kWarpSize)
+    store_relaxed16(shares + i / kPieces * kShareRow + i % kPieces * 4, 0u);
+  u32* owned = plan.words + kSumWords + (sums & kSumCopies - 1) * ROWS * kWidth + Output::first(cluster) * kTile;
+  for (int tile = rank; tile < Output::count(cluster); tile += kRanks)
+    if (lane < ROWS * kSumPieces)
+      store_relaxed16(owned + lane / kSumPieces * kWidth + tile * kTile + lane % kSumPieces * 4, kUnwritten);
+}
+
 // One warp makes the resets of a layer visible to the grid before its block publishes its sums of `down`, while the
 // consumers wait for hidden values and multiply. That is early enough: every block owns a tile of `down`, so each
 // publishes behind its own fence, and nobody reads a word that was reset in this layer before parts of the next
 // `project` (or of `leave`) have come from all blocks of its cluster, which together have read all columns of these
 // sums, hence of every block.
+//
+// With few rows that warp also resets what its block has published of sums of `output` in the layer before, and its
+// cluster's part of that layer's sums of shares of `down`, as soon as the block has all sums of `output`. Those depend
+// on all queries, keys and values of this layer, hence on the products of all blocks behind those sums and shares, and
+// each block had read what it reads of them by then: all shares had been added. They are read again when there are
+// queries of the next layer or shares of the one behind it: who reads then has, or has from blocks that have, shares
+// that were published behind this fence. Who adds to the sums of shares again, in the next layer, has read its columns
+// of those of this layer, to which every block that resets some of these words added behind its own fence.
 __device__ __forceinline__ void fence_resets(const Plan& plan) {
-  if (!kResident) return;  // the end of a launch does it
-  for (int i = 0; i < plan.steps * LAYERS; ++i) {
+  const Position only = locate(plan.phase);
+  const bool is_alone = kFewRows && only.phase == kGateUp;
+  if (!kResident && !is_alone) return;  // the end of a launch does it
+  const u32 parity = kFewRows ? __ldcg(plan.sync) : 0;
+  const int first = kResident ? 0 : only.step * LAYERS + only.layer, count = kResident ? plan.steps * LAYERS : 1;
+#pragma unroll 1
+  for (int layer = first; layer < first + count; ++layer) {
     named_barrier<kResetBarrier, kConsumers + kWarpSize>();
+    if (kFewRows) reset_published(plan, layer, parity);
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     named_barrier<kFenceBarrier, kConsumers + kWarpSize>();
   }
@@ -461,11 +543,11 @@ struct Consumer {
 
   // Behind the last reset of a layer.
   __device__ __forceinline__ void resets_done() const {
-    if (kResident) named_barrier_arrive<kResetBarrier, kConsumers + kWarpSize>();
+    if (kResident || kFewRows) named_barrier_arrive<kResetBarrier, kConsumers + kWarpSize>();
   }
   // All consumers, and the fence behind those resets.
   __device__ __forceinline__ void fence_barrier() const {
-    if (kResident) {
+    if (kResident || kFewRows) {
       named_barrier<kFenceBarrier, kConsumers + kWarpSize>();
     } else {
       block_barrier();
@@ -474,6 +556,11 @@ struct Consumer {
 
   __device__ __forceinline__ u32 parts_barrier(const Place& place) const {
     return shared_address(shared.parts + place.barrier);
+  }
+
+  // The cluster's hidden values of few rows.
+  __device__ __forceinline__ float* hidden() const {
+    return reinterpret_cast<float*>(shared.operands + kHiddenOffset);
   }
 
   // One thread: the next turn of `place` brings `bytes`.
@@ -494,7 +581,8 @@ struct Consumer {
   __device__ __forceinline__ int layers(const Position& at) const { return at.step * LAYERS + at.layer; }
 
   // Where the parts of the running phase go. Barrier 0 counts those of project and output, 1 those of attend and
-  // gate_up, 2 those of down, 3 those of leave. A launch of one phase starts to count anew.
+  // gate_up, 2 those of down, or hidden values of few rows, 3 those of leave. A launch of one phase starts to count
+  // anew.
   __device__ __forceinline__ Place place(const Position& at) const {
     constexpr u32 kOdd = kResident ? 1 : 0;
     switch (at.phase) {
@@ -502,7 +590,7 @@ struct Consumer {
       case kAttend: return {shared.y, 1, 0};
       case kOutput: return {shared.x, 0, kOdd};
       case kGateUp: return {shared.values, 1, kOdd};
-      case kDown: return {shared.y, 2, layers(at) & kOdd};
+      case kDown: return {kFewRows ? hidden() : shared.y, 2, layers(at) & kOdd};
       default: return {shared.values, 3, at.step & kOdd};
     }
   }
@@ -529,8 +617,9 @@ struct Consumer {
   __device__ __forceinline__ int row_of_warp(int i) const { return warp + i * kWarps; }
   // Address of this lane's action of a row.
   __device__ __forceinline__ float* action(int row_) const { return shared.actions + row_ * kActions + lane; }
-  // The first of this lane's four columns.
-  __device__ __forceinline__ int column() const { return rank * Project::kSlice + lane * 4; }
+  // The first of this lane's four columns, among those of its block.
+  __device__ __forceinline__ int inner_column() const { return lane * 4; }
+  __device__ __forceinline__ int column() const { return rank * Project::kSlice + inner_column(); }
 
   __device__ __forceinline__ const float* modulation(int step, int norm) const {
     return plan.modulation + static_cast<u64>(step * kModulations + norm) * 3 * kWidth + column();

@@ -45,8 +45,8 @@ __device__ __forceinline__ void publish_operands() {
 
 // Where this lane's four inputs of a row lie, and what writes them there.
 __device__ __forceinline__ u32 inputs_address(const Consumer& c, int row) {
-  const u32 to = operand_address(c, row, c.lane / 2);
-  return kFewRows && row >= 8 ? to ^ c.lane % 2 * 32 : to + c.lane % 2 * 8;
+  const u32 to = operand_address(c, row, c.inner_column() / 8), half = c.inner_column() / 4 % 2;
+  return kFewRows && row >= 8 ? to ^ half * 32 : to + half * 8;
 }
 __device__ __forceinline__ void store_inputs(u32 to, int row, const float4& v) {
   const u32 low = pack_bf16(v.x, v.y), high = pack_bf16(v.z, v.w);
@@ -134,13 +134,32 @@ struct Sender {
   }
 };
 
-// Multiplies the tiles of this cluster and sends each to its owner: units of tiles go round the ranks.
+// Sends parts of tiles to their owners: units of tiles go round the ranks.
+template <typename P>
+struct ToOwners {
+  const Consumer& c;
+  const Place& place;
+
+  static __device__ __forceinline__ int owner(int tile) { return tile / P::kUnit % kRanks; }
+  static __device__ __forceinline__ int slot(int tile) {
+    return tile / (P::kUnit * kRanks) * P::kUnit + tile % P::kUnit;
+  }
+
+  // A tile in a warp (see transpose_tile).
+  __device__ __forceinline__ void operator()(int tile, const u32 (&words)[kRowBlocks]) const {
+    Sender(c, place, owner(tile)).send_tile(c, words, slot(tile));
+  }
+  // The eight outputs of one row of a tile.
+  __device__ __forceinline__ void operator()(int tile, int row, const uint4& outputs) const {
+    const u32 to = shared_address(place.parts) + (c.rank * ROWS + row) * kTile * 2 + slot(tile) * kPartFloats * 4;
+    send(remote(to, owner(tile)), outputs, remote(c.parts_barrier(place), owner(tile)));
+  }
+};
+
+// Multiplies the tiles of this cluster and sends each to its owner.
 template <typename P>
 __device__ __forceinline__ void multiply_for_owners(Consumer& c, TileMultiplier<P>& m, const Place& place) {
-  multiply_tiles<P>(c, m, [&](int tile, const u32 (&words)[kRowBlocks]) {
-    const Sender sender(c, place, tile / P::kUnit % kRanks);
-    sender.send_tile(c, words, tile / (P::kUnit * kRanks) * P::kUnit + tile % P::kUnit);
-  });
+  multiply_tiles<P>(c, m, ToOwners<P>{c, place});
 }
 
 // Where the first part of two neighbouring outputs lies, as an address in shared memory, and the eight parts, added.
@@ -261,9 +280,9 @@ __device__ __forceinline__ u32* owned_sums(const Consumer& c, int number, int sl
 // Resets this block's words of the sums that were made before those that this phase has added. The parts of the latter
 // came from every block, and each had read the former by then. There are four copies, so these words are written again
 // after the fence of this layer, and read after sums that were made behind that fence. The last warps begin, as the
-// first ones store what has arrived.
+// first ones store what has arrived. With few rows the warp that fences does it (see reset_published).
 __device__ __forceinline__ void reset_sums(const Consumer& c, const Position& at) {
-  visit_owned<true, kOnce<Output>>(c, c.owned<Output>(), [&](int slot, int row) {
+  visit_owned<true, false>(c, c.owned<Output>(), [&](int slot, int row) {
     if (row < ROWS) store_relaxed(owned_sums(c, c.sums(at) - 1, slot) + row * kWidth, kUnwritten, kUnwritten);
   });
 }
@@ -280,6 +299,7 @@ __device__ __forceinline__ void multiply_normalised(Consumer& c, const Position&
   TileMultiplier<P> multiplier(c);
   multiplier.prepare(c);  // the rows come from other blocks, later
   load_residual<P>(c, at);
+  if (kFewRows && at.phase == kGateUp) c.resets_done();  // all sums of output have been read
   if (kFewRows) send_stored_squares(c, place.parts, c.parts_barrier(place));
   multiply_for_owners<P>(c, multiplier, sums);
   if (!kFewRows) send_squares(c, place.parts, c.parts_barrier(place));
@@ -295,7 +315,7 @@ __device__ __forceinline__ void multiply_normalised(Consumer& c, const Position&
   visit_owned<false, kOnce<P>>(c, slots / P::kUnit, [&](int unit, int row) {
     store(kOnce<P> ? first : arrived_at(unit, row), early, unit, row);
   });
-  reset_sums(c, at);
+  if (!kFewRows) reset_sums(c, at);
 }
 
 // -- a product that is added to the residual --------------------------------------------------------------------------

@@ -54,6 +54,35 @@ __device__ __forceinline__ void add_sums(Consumer& c, const Position& at) {
   }
 }
 
+// The same with the sum of what the clusters' shares of `down` give in the layer before, of few rows.
+__device__ __forceinline__ void add_shares(Consumer& c, const Position& at) {
+  constexpr int kPairs = 2;  // of words of a lane and row
+  const int number = c.sums(at);
+  const u32* shares = c.plan.words + kShares + (c.layer_copy(at) ^ 1) * ROWS * kShareRow +
+                      c.rank * kOutputsOfRank * 2 + c.lane * 4;
+  const float* kept = reinterpret_cast<const float*>(c.plan.words + kResidual) + c.column();
+  const u32* from[kRowsEach];
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    from[i] = shares + c.row_of_warp(i) * kShareRow;
+    asm volatile("" : "+l"(from[i]));
+  }
+  uint4 v[kRowsEach * kPairs];
+  poll_sums<kClusters>(v, [&](int i) { return c.row_of_warp(i / kPairs) < ROWS; },
+                       [&](int i) { return from[i / kPairs] + i % kPairs * kOutputsOfRank; });
+#pragma unroll
+  for (int i = 0; i < kRowsEach; ++i) {
+    const int row = c.row_of_warp(i);
+    const uint4 &low = v[i * kPairs], &high = v[i * kPairs + 1];
+    float4& x = c.residual[i];
+    if (!kResident && row < ROWS) x = load_float4(kept + ((number & 1) * ROWS + row) * kWidth);
+    x = make_float4(fmaf(c.gate.x, ShareSum::value(low.x, low.y), x.x),
+                    fmaf(c.gate.y, ShareSum::value(low.z, low.w), x.y),
+                    fmaf(c.gate.z, ShareSum::value(high.x, high.y), x.z),
+                    fmaf(c.gate.w, ShareSum::value(high.z, high.w), x.w));
+  }
+}
+
 // Between the launches of single phases the residual lies in memory.
 __device__ __forceinline__ void keep_residual(const Consumer& c, const Position& at) {
   if (kResident || c.cluster > 0) return;
@@ -70,6 +99,8 @@ __device__ __forceinline__ void update_residual(Consumer& c, const Position& at)
   c.block_barrier();  // nobody reads the operands of the phase before
   if (at.phase == kProject && at.layer == 0) {
     enter(c, at);
+  } else if (kFewRows && at.phase != kGateUp) {
+    add_shares(c, at);
   } else {
     add_sums(c, at);
   }

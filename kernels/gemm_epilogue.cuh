@@ -190,13 +190,7 @@ __device__ __forceinline__ void consumer_barrier(int consumer) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(kGroupThreads) : "memory");
 }
 
-// Four 8x8 matrices, transposed, to shared memory; lane l names row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices_transposed(u32 shared, const u32 (&v)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(v[0]),
-               "r"(v[1]), "r"(v[2]), "r"(v[3])
-               : "memory");
-}
-
+// One 8x8 matrix, transposed, to shared memory (see store_matrices_transposed); lane l names row l % 8.
 __device__ __forceinline__ void store_matrix_transposed(u32 shared, u32 v) {
   asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared), "r"(v) : "memory");
 }

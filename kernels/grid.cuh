@@ -32,6 +32,10 @@ __device__ __forceinline__ void store_relaxed(void* p, u32 low, u32 high) {
   asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(low), "r"(high) : "memory");
 }
 
+__device__ __forceinline__ void store_relaxed16(void* p, u32 value) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(p), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ bool written(const uint4& v) {
   return v.x != kUnwritten && v.y != kUnwritten && v.z != kUnwritten && v.w != kUnwritten;
 }
@@ -54,6 +58,59 @@ __device__ __forceinline__ void poll(uint4 (&to)[COUNT], const Has& has, const F
     if (++spins > kMostSpins) __trap();
   } while (!all);
 }
+
+// -- between clusters: sums of fixed-point numbers, which are the same in any order ----------------------------------
+
+// A word of 64 bits holds a sum in units of 2^-kFractionBits, and in its low bits how many have been added: it is
+// complete when there are COUNT. Zero at first; what resets it is fenced before anything without which nobody gets to
+// add to it again. A number that is too large or none at all adds so much that whoever reads the sum gets a NaN.
+template <int COUNT>
+struct Fixed {
+  static_assert(COUNT <= 16, "bits of the count");
+  static constexpr int kFractionBits = 24, kCountBits = COUNT < 16 ? 4 : 5, kLargest = COUNT < 16 ? 50 : 48;
+  static constexpr u32 kMask = (1u << kCountBits) - 1;
+
+  static __device__ __forceinline__ u64 of(float x) {
+    const float units = x * static_cast<float>(1 << kFractionBits);
+    const bool fits = fabsf(units) < static_cast<float>(1ull << kLargest);  // false for a NaN too
+    const long long number = fits ? __float2ll_rn(units) : 1ll << (kLargest + 5);
+    return (static_cast<u64>(number) << kCountBits) + 1;
+  }
+
+  static __device__ __forceinline__ bool complete(u32 low) { return (low & kMask) == COUNT; }
+
+  // COUNT numbers that fit are below 2^(kLargest + 4); with one that does not, the sum is above that.
+  static __device__ __forceinline__ float value(u32 low, u32 high) {
+    const float sum = __ll2float_rn(static_cast<long long>(static_cast<u64>(high) << 32 | (low & ~kMask)));
+    if (static_cast<int>(high) >= 1 << (kLargest + 4 + kCountBits - 32)) return __uint_as_float(0x7fffffffu);
+    return sum * (1.0f / (1ull << (kFractionBits + kCountBits)));
+  }
+};
+
+__device__ __forceinline__ void add_relaxed(void* p, u64 value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
+// Loads pairs of sums as soon as both are complete: those i for which has(i) is true, from the address from(i). The
+// others are zero.
+template <int COUNT, int PAIRS, typename Has, typename From>
+__device__ __forceinline__ void poll_sums(uint4 (&to)[PAIRS], const Has& has, const From& from) {
+  bool all;
+  u32 spins = 0;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) to[i] = make_uint4(COUNT, 0, COUNT, 0);
+  do {
+    all = true;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+      if (has(i)) to[i] = load_relaxed16(from(i));
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) all = all && Fixed<COUNT>::complete(to[i].x) && Fixed<COUNT>::complete(to[i].z);
+    if (++spins > kMostSpins) __trap();
+  } while (!all);
+}
+
+// -- between clusters: either ----------------------------------------------------------------------------------------
 
 // Publishes one word: `value` into the copy in use, kUnwritten into the other.
 __device__ __forceinline__ void exchange(void* copy, void* other, u32 value) {
@@ -85,6 +142,12 @@ __device__ __forceinline__ void send(u32 to, float value, u32 barrier) {
 __device__ __forceinline__ void send(u32 to, float first, float second, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
                "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void send(u32 to, const uint4& v, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
                : "memory");
 }
 
@@ -213,6 +276,12 @@ struct Ring {
     const bool wraps = s.slot + 1 == DEPTH;
     return {wraps ? 0 : s.slot + 1, s.parity ^ static_cast<u32>(wraps)};
   }
+  // `count` stages further, at most DEPTH.
+  __device__ __forceinline__ Spot behind(const Spot& s, u32 count) const {
+    const u32 slot = s.slot + count;
+    const bool wraps = slot >= DEPTH;
+    return {wraps ? slot - DEPTH : slot, s.parity ^ static_cast<u32>(wraps)};
+  }
   __device__ __forceinline__ u32 stage(const Spot& s) const { return data + s.slot * BYTES; }
   __device__ __forceinline__ u32 full_barrier(const Spot& s) const { return full + s.slot * kBarrierBytes; }
 
@@ -220,8 +289,8 @@ struct Ring {
   // phase. A parity tells two turns of a place apart, but not three: the turn before must have been filled. In a
   // shallow ring the stage is claimed first, which comes behind that. In a deep one the turn before was a stage of an
   // earlier phase, which all warps have released; or it is waited for until they have. The turn before that one cannot
-  // be meant: it was in an earlier phase too, or this warp has waited since for a stage that the producer, who keeps the
-  // order, filled behind its release.
+  // be meant: it was in an earlier phase too, or this warp has waited since for a stage that the producer, who keeps
+  // the order, filled behind its release.
   __device__ __forceinline__ void wait(u32 number, bool replaces, u32 barrier, u32 parity) const {
     if (!kIsDeep) {
       for (u32 spins = 0; claimed() <= number; ++spins)

@@ -53,6 +53,9 @@ SOURCES = (
     expert_source(rows=30, capacity=712, clusters=15, bits=(16, 8, 4, 8), RESIDENT=0),
     expert_source(rows=60, capacity=960, clusters=15, bits=(4, 4, 8, 4)),
     expert_source(rows=1, capacity=712, clusters=3, bits=(4, 4, 8, 16)),
+    expert_source(rows=10, capacity=712, clusters=7, bits=(8, 8, 8, 4)),
+    expert_source(rows=10, capacity=712, clusters=2, bits=(16, 16, 8, 16)),
+    expert_source(rows=16, capacity=712, clusters=16, bits=(4, 4, 4, 8)),
     CAPSULE,
     image_attention_source(256, 16, 72, {}),
     image_attention_source(256, 16, 72, {"QUANTISED": 1, "OVERLAP": 1}),
@@ -168,9 +171,10 @@ def test_a_file_that_is_no_cubin_says_nothing_of_registers(cubin: bytes) -> None
     assert registers_of(cubin) is None
 
 
+@pytest.mark.parametrize("resident", [0, 1])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_the_expert_keeps_ten_rows_in_registers(bits: int) -> None:
-    source = expert_source(rows=10, capacity=712, clusters=15, bits=(bits, bits, bits, bits))
+def test_the_expert_keeps_ten_rows_in_registers(bits: int, resident: int) -> None:
+    source = expert_source(rows=10, capacity=712, clusters=15, bits=(bits, bits, bits, bits), RESIDENT=resident)
     assert "0 bytes spill stores, 0 bytes spill loads" in assembler_report(source)
 
 
@@ -196,7 +200,7 @@ def test_the_host_lays_out_the_experts_memory_as_the_kernel_does(
             source = KernelSource("layout", {**sizes, "LAYERS": 18, "RESIDENT": 1, "OVERLAP": 0})
             assert compile_source(source, "sm_90a").startswith(b"\x7fELF")
             compiled_any += 1
-    assert compiled_any > 40
+    assert compiled_any >= 40
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])

@@ -1,4 +1,4 @@
-"""How the expert's weights are packed for streaming, and how a block's shared memory is laid out."""
+"""How the expert's weights are packed for streaming."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import torch
 
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import ShiftTables, kernel_sizes, keys_of_a_block, shared_layout
+from flashrt_ros.ops.cuda.expert import ExpertKernel, ShiftTables
 from flashrt_ros.ops.cuda.expert_codes import (
     E2M1,
     E4M3,
     LACKING,
     Codes,
     Interleaving,
+    share_of_nvfp4,
+    share_order,
     tiles_of_e4m3,
     tiles_of_nvfp4,
     values_of_e4m3,
     values_of_nvfp4,
+    values_of_nvfp4_share,
+    weight_of_share,
 )
 from flashrt_ros.ops.cuda.expert_packing import (
     ExpertWeights,
@@ -31,8 +35,6 @@ from flashrt_ros.ops.cuda.expert_packing import (
     unpack_tiles,
 )
 from flashrt_ros.precision import e2m1, e4m3, nvfp4
-
-LIMIT = 232448  # bytes of shared memory of a Hopper block
 
 
 def test_a_tile_holds_matrices_of_eight_outputs_by_eight_inputs() -> None:
@@ -63,7 +65,8 @@ def test_tables_hold_what_the_shifts_give() -> None:
     qkv, gate_up = (drawn(2, outputs, 1024).bfloat16() for outputs in (2560, 8192))
     zeros = torch.zeros(2, 1024, 2048).bfloat16(), torch.zeros(2, 1024, 4096).bfloat16()
     leave, bias = drawn(32, 1024), drawn(32)
-    weights = pack(qkv, zeros[0], gate_up, zeros[1], (torch.zeros(1024, 32), torch.zeros(1024)), (leave, bias))
+    enter = torch.zeros(1024, 32), torch.zeros(1024)
+    weights = pack(qkv, zeros[0], gate_up, zeros[1], enter, (leave, bias), few_rows=True)
     modulation = drawn(3, 5, 3, 1024)
     tables = ShiftTables.allocate(weights, steps=3)
     tables.fill(weights, modulation)
@@ -159,7 +162,7 @@ def drawn_codes(kind: str, outputs: int, inputs: int, layers: int = 2) -> tuple[
     return Codes(values, factor, scales), torch.stack([each.decode() for each in made])
 
 
-def packed_codes(kind: str) -> tuple[ExpertWeights, dict[str, torch.Tensor]]:
+def packed_codes(kind: str, few_rows: bool) -> tuple[ExpertWeights, dict[str, torch.Tensor]]:
     made = {
         name: drawn_codes(kind, outputs, inputs)
         for name, outputs, inputs in (
@@ -167,13 +170,16 @@ def packed_codes(kind: str) -> tuple[ExpertWeights, dict[str, torch.Tensor]]:
         )
     }  # fmt: skip
     ends = (torch.zeros(1024, 32), torch.zeros(1024)), (torch.zeros(32, 1024), torch.zeros(32))
-    weights = pack(made["qkv"][0], made["output"][0], made["gate_up"][0], made["down"][0], *ends)
+    qkv, output, gate_up, down = (codes for codes, _ in made.values())
+    weights = pack(qkv, output, gate_up, down, *ends, few_rows=few_rows)
     return weights, {name: matrix for name, (_, matrix) in made.items()}
 
 
+@pytest.mark.parametrize("few_rows", [True, False])
 @pytest.mark.parametrize(("kind", "bits"), [("e4m3", 8), ("nvfp4", 4)])
-def test_narrow_weights_keep_their_values_and_tables_their_factors(kind: str, bits: int) -> None:
-    weights, matrices = packed_codes(kind)
+def test_narrow_weights_keep_their_values_and_tables_their_factors(kind: str, bits: int, few_rows: bool) -> None:
+    weights, matrices = packed_codes(kind, few_rows)
+    assert [stream.for_few_rows for stream in weights.streams] == [False, False, False, few_rows]
     assert weights.bits == (bits,) * 4
     pairs = torch.cat((rotary_pairs(9), torch.arange(2304, 2560)))
     orders = {"qkv": pairs, "output": None, "gate_up": tile_order(4096), "down": None}
@@ -194,14 +200,14 @@ def test_narrow_weights_keep_their_values_and_tables_their_factors(kind: str, bi
 SHAPES = {"qkv": (2560, 1024), "output": (1024, 2048), "gate_up": (8192, 1024), "down": (1024, 4096)}
 
 
-def pack_with(**given: torch.Tensor | Codes) -> ExpertWeights:
+def pack_with(few_rows: bool = True, **given: torch.Tensor | Codes) -> ExpertWeights:
     """One layer of zeros, but for what is given."""
     matrices: dict[str, torch.Tensor | Codes] = {
         name: torch.zeros(1, *shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()
     }
     ends = (torch.zeros(1024, 32), torch.zeros(1024)), (torch.zeros(32, 1024), torch.zeros(32))
     qkv, output, gate_up, down = {**matrices, **given}.values()
-    return pack(qkv, output, gate_up, down, *ends)
+    return pack(qkv, output, gate_up, down, *ends, few_rows=few_rows)
 
 
 def test_scales_that_are_no_numbers_are_refused() -> None:
@@ -212,13 +218,14 @@ def test_scales_that_are_no_numbers_are_refused() -> None:
         pack_with(output=codes)
 
 
+@pytest.mark.parametrize("few_rows", [True, False])
 @pytest.mark.parametrize("code", [127, 255])
-def test_codes_that_are_no_numbers_are_refused(code: int) -> None:
+def test_codes_that_are_no_numbers_are_refused(code: int, few_rows: bool) -> None:
     """The kernel would read them as 480, while the tables of what shifts give would hold NaN."""
     codes, _ = drawn_codes("e4m3", 1024, 4096, layers=1)
     codes.values[0, 1023, 17] = code
     with pytest.raises(KernelError, match=r"'down.values' must be E4M3 codes of numbers, got 127 or 255"):
-        pack_with(down=codes)
+        pack_with(few_rows, down=codes)
 
 
 def zero_codes(kind: str) -> Codes:
@@ -259,7 +266,80 @@ def test_types_that_the_kernel_would_misread_are_refused(given: torch.Tensor | C
         pack_with(qkv=given)
 
 
-# -- order and memory --------------------------------------------------------------------------------------------------
+# -- `down` of few rows ------------------------------------------------------------------------------------------------
+
+
+def test_a_share_is_packed_in_blocks_of_inputs_with_all_outputs_of_a_rank() -> None:
+    """[rank][block of 32 inputs][group of four tiles and step][tile][half of a step], eight outputs by two quads."""
+    weight = torch.arange(1024 * 4096).view(1024, 4096)
+    packed = pack_tiles(share_order(weight)[None])[0]
+    assert packed.shape == (8, 128, 8, 8, 8, 8)
+    for output, column in (
+        (0, 0),
+        (1023, 4095),
+        (3 * 128 + 2 * 32 + 1 * 8 + 5, 77 * 32 + 2 * 8 + 1 * 4 + 3),
+        (200, 37),
+    ):
+        (rank, of_rank), (block, of_block) = divmod(output, 128), divmod(column, 32)
+        (group, of_group), (quad, of_quad) = divmod(of_rank, 32), divmod(of_block, 8)
+        (tile, row), (step, of_step) = divmod(of_group, 8), divmod(of_quad, 4)
+        half, value = divmod(of_step, 2)
+        got = packed[rank, block, 2 * group + step, 2 * tile + half, row, 2 * quad + value]
+        assert got == weight[output, column]
+
+
+def test_packing_a_share_can_be_undone() -> None:
+    weight = torch.arange(1024 * 256).view(1024, 256)
+    assert torch.equal(weight_of_share(share_order(weight), 1024), weight)
+    packed, scales = drawn_nvfp4(1024, 256)
+    values = values_of_nvfp4_share(share_of_nvfp4(packed, scales), 1024)
+    assert torch.equal(values, values_with_scales(packed, scales))
+
+
+@pytest.mark.parametrize("few_rows", [True, False])
+def test_packed_weights_of_16_bits_stand_for_themselves(few_rows: bool) -> None:
+    down = torch.randn(1, 1024, 4096, generator=torch.Generator().manual_seed(3)).bfloat16()
+    stream = pack_with(few_rows, down=down).down
+    assert torch.equal(stream.matrix(0), down[0].float())
+    assert stream.tiles.nbytes == packed_bytes(16, *down.shape)
+
+
+@pytest.mark.parametrize(
+    ("rank", "block", "group", "lane"), [(0, 0, 0, 0), (7, 7, 3, 31), (2, 5, 1, 14), (5, 3, 2, 17)]
+)
+def test_a_lane_of_the_kernel_finds_its_part_of_a_share(rank: int, block: int, group: int, lane: int) -> None:
+    """As kernels/expert_hidden.cuh takes it: what is a step of a tile elsewhere is a tile of a step."""
+    row, quad = divmod(lane, 4)
+    codes, (packed, scales) = drawn_e4m3(1024, 256), drawn_nvfp4(1024, 256)
+    eight, four = tiles_of_e4m3(share_order(codes))[rank, block], share_of_nvfp4(packed, scales)[rank, block]
+    of_eight, of_four = e4m3.decode(codes), values_with_scales(packed, scales)
+    stored = word_at(four[2 * group + quad // 2], 256 + 4 * row)  # of the lower quads, or of the upper ones
+    swapped = (stored & 0x00FF00FF) << 8 | stored >> 8 & 0x00FF00FF
+    for step in range(2):
+        for tile in range(4):
+            output, first = rank * 128 + (4 * group + tile) * 8 + row, block * 32 + quad * 8 + step * 4
+            word, odd = word_at(eight[2 * group + step], tile // 2 * 256 + lane * 8 + tile % 2 * 4), tile % 2
+            for half, pair in enumerate((word & 0x87F087F0, (word << 4 ^ word >> 4) & 0x87F087F0)):
+                expected = of_eight[output, first + 2 * half :][:2].tolist()
+                assert [value * 2.0**80 * LACKING[8] for value in two_bfloat16(pair)] == expected
+            word = word_at(four[2 * group + step], lane * 8 + tile // 2 * 4)
+            pairs = (word ^ word << 4, word >> 7 ^ word << 5) if odd else (word << 3, word << 6)
+            scale = two_bfloat16((swapped if odd else stored) & 0x0FF00FF0 | 0x70007000)[tile // 2]
+            for half, pair in enumerate(pairs):
+                expected = of_four[output, first + 2 * half :][:2].tolist()
+                assert [value * scale * LACKING[4] for value in two_bfloat16(pair & 0x81C081C0)] == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "few_rows", "message"),
+    [(10, False, "packed for more than 16 rows, the chunk has 10"), (17, True, "at most 16 rows, the chunk has 17")],
+)
+def test_weights_that_are_packed_for_another_length_are_refused(rows: int, few_rows: bool, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        ExpertKernel(pack_with(few_rows), rows, 10, capacity=712)
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
 
 
 def test_tiles_of_gate_and_up_alternate() -> None:
@@ -281,51 +361,6 @@ def test_wrong_weights_are_named() -> None:
 
     ends = (zeros(1024, 32), zeros(1024)), (zeros(32, 1024), zeros(32))
     with pytest.raises(ShapeError, match="expert weights: 'down' dimension 2 must be 4096"):
-        pack(zeros(1, 2560, 1024), zeros(1, 1024, 2048), zeros(1, 8192, 1024), zeros(1, 1024, 2048), *ends)
-
-
-@pytest.mark.parametrize(("rows", "capacity"), [(1, 40), (10, 712), (10, 968), (15, 712), (16, 712), (50, 968)])
-def test_shared_memory_of_a_hopper_block_is_used_but_not_exceeded(rows: int, capacity: int) -> None:
-    stages, nbytes = shared_layout(rows, keys_of_a_block(capacity, rows), 15, LIMIT)
-    assert stages >= 4
-    assert LIMIT - 8208 < nbytes <= LIMIT
-
-
-@pytest.mark.parametrize(("rows", "capacity"), [(1, 40), (10, 712), (30, 712), (50, 968)])
-def test_a_ring_of_narrow_stages_is_deeper(rows: int, capacity: int) -> None:
-    sizes = {
-        bits: kernel_sizes(bits, rows, capacity, 15, LIMIT)
-        for bits in ((16, 16, 16, 16), (8, 8, 8, 8), (4, 4, 4, 4), (4, 8, 4, 4), (4, 4, 4, 16))
-    }
-    wide, eight, four, mixed, one_wide = sizes.values()
-    assert all(LIMIT - 8208 < each["SHARED_BYTES"] <= LIMIT for each in sizes.values())
-    assert eight["STAGES"] >= 2 * wide["STAGES"]
-    assert four["STAGES"] >= 3.5 * wide["STAGES"] - 1  # what lies behind the ring begins at a multiple of 1024 bytes
-    assert mixed["STAGES"] == eight["STAGES"]
-    assert one_wide["STAGES"] == wide["STAGES"]
-    assert one_wide["DOWN_BITS"] == 16
-
-
-@pytest.mark.parametrize(
-    ("capacity", "rows", "keys"),
-    [
-        (1, 1, 32), (118, 10, 32), (246, 10, 32), (247, 10, 64), (502, 10, 64), (503, 10, 96), (712, 10, 96),
-        (758, 10, 96), (759, 10, 128), (968, 10, 128), (968, 50, 128), (1023, 1, 128), (960, 64, 128),
-    ],
-)  # fmt: skip
-def test_a_block_has_room_for_an_eighth_of_the_keys(capacity: int, rows: int, keys: int) -> None:
-    assert keys_of_a_block(capacity, rows) == keys
-
-
-def test_no_prefix_has_more_keys_than_room() -> None:
-    """A block takes whole tiles of eight keys; room comes in groups of four tiles, and the kernel has 128 at most."""
-    for total in range(2, 1025):
-        room, taken = keys_of_a_block(total - 1, 1), 8 * -(-total // 64)
-        assert taken <= room < taken + 32
-        assert room % 32 == 0
-        assert room <= 128
-
-
-def test_too_little_shared_memory_is_refused() -> None:
-    with pytest.raises(KernelError, match="10 rows and 96 keys .* bytes of shared memory a block, there are 101376"):
-        shared_layout(10, 96, 15, 101376)
+        pack(
+            zeros(1, 2560, 1024), zeros(1, 1024, 2048), zeros(1, 8192, 1024), zeros(1, 1024, 2048), *ends, few_rows=True
+        )

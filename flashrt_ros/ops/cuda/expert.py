@@ -11,8 +11,8 @@ from ..shapes import check
 from .compiler import KernelSource, compiled, compiler_version
 from .cubin import registers_of
 from .errors import KernelError
-from .expert_codes import RANKS
-from .expert_packing import ACTIONS, HEAD_DIM, HEADS, HIDDEN, INNER, TILE_BYTES, WIDTH, ExpertWeights
+from .expert_codes import HIDDEN_BLOCK, RANKS
+from .expert_packing import ACTIONS, FEW_ROWS, HEAD_DIM, HEADS, HIDDEN, INNER, TILE_BYTES, WIDTH, ExpertWeights
 from .kernel import Kernel, architecture, kernel
 
 MAX_ROWS, MAX_KEYS = 64, 1024
@@ -23,7 +23,13 @@ _SYNC_WORDS = 4
 _FEWEST_STAGES = 4  # of the ring
 _WARPS_OF_FEW_ROWS, _REGISTERS_OF_A_THREAD, _HANDS_OVER = 12, 128, "sm_90a"  # as in kernels/expert_plan.cuh
 _ALIGNED = 1024  # bytes, of what lies behind the ring
-PHASES_PER_LAYER = 5
+_DOWN_TEAMS = 3  # of warps, which share the inputs of `down` with few rows
+_SUM_WORDS = 2  # of a sum of fixed-point numbers, in which the shares of clusters meet
+
+
+def phases_per_layer(rows: int) -> int:
+    """Launches of a layer, phase by phase: with few rows `down` is part of `gate_up`."""
+    return 4 if rows <= FEW_ROWS else 5
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class ExpertScratch:
     """Memory that one launch leaves as the next one wants it: nobody else may write to it.
 
     Args:
-        words: what blocks exchange, int32; -1 marks what has not been written.
+        words: what blocks exchange, int32; -1 marks what has not been written, but sums of the shares of clusters,
+            which few rows have, begin at 0.
         sync: which copy comes next, and how many blocks have finished.
     """
 
@@ -69,12 +76,17 @@ class ExpertScratch:
 
     @staticmethod
     def allocate(rows: int, device: torch.device) -> ExpertScratch:
-        """Scratch for `rows` rows: residual (two copies), sums (four) as float; two copies of the rest as bfloat16."""
-        count = rows * (2 * WIDTH + 4 * WIDTH + INNER + 2 * HEAD_DIM + INNER + HIDDEN)
-        return ExpertScratch(
-            torch.full((count,), -1, dtype=torch.int32, device=device),
-            torch.zeros(_SYNC_WORDS, dtype=torch.int32, device=device),
-        )
+        """Scratch for `rows` rows.
+
+        That is, for each: residual (two copies) and sums (four) as float; query, key, value, attended and hidden
+        values (two) as bfloat16. Few rows have sums of shares (two) in the place of hidden values.
+        """
+        is_few = rows <= FEW_ROWS
+        shares = 2 * _SUM_WORDS * WIDTH if is_few else 0
+        count = 2 * WIDTH + 4 * WIDTH + INNER + 2 * HEAD_DIM + INNER + (0 if is_few else HIDDEN)
+        words = torch.full((rows * (count + shares),), -1, dtype=torch.int32, device=device)
+        words[rows * count :] = 0
+        return ExpertScratch(words, torch.zeros(_SYNC_WORDS, dtype=torch.int32, device=device))
 
 
 def _up(value: int, step: int) -> int:
@@ -97,6 +109,35 @@ def operand_rows(rows: int) -> int:
     return 8 * _up(rows, 8)
 
 
+def _hidden_bytes(rows: int, clusters: int) -> int:
+    """Bytes of a cluster's hidden values of few rows in every block, where 16 hold eight of one row."""
+    stride = 16 * (2 if rows <= 2 else 10 if rows <= 10 else 18)  # free of bank conflicts
+    return _up(HIDDEN // HIDDEN_BLOCK, clusters) * HIDDEN_BLOCK // 8 * stride
+
+
+def _traded_bytes(rows: int) -> int:
+    """Bytes of sums that pairs of warps trade, with few rows."""
+    return warps_that_multiply(rows) * 32 * 16
+
+
+def _team_bytes(rows: int) -> int:
+    """Bytes of the sums of `down` that lie with the operands: a team of few rows may have its own with traded sums."""
+    team = rows * (WIDTH // RANKS + 4) * 4
+    return (_DOWN_TEAMS - (team <= _traded_bytes(rows))) * team
+
+
+def _operand_bytes(rows: int, keys: int, clusters: int) -> int:
+    """Bytes of what lies in the place of operands: those of a product, hidden values, or queries and their scores."""
+    queries = _up(_up(rows * HEADS, clusters), 16) * 16
+    scores = 4 * (keys + 4 + keys // 8)  # of a query: weights, and a maximum for each tile of eight keys
+    attention = queries * (576 + scores)
+    of_input = 2 * operand_rows(rows) // RANKS  # bytes, of a product's input
+    if rows > FEW_ROWS:
+        return max(HIDDEN * of_input, attention)
+    hidden = max(_team_bytes(rows), WIDTH * of_input) + _hidden_bytes(rows, clusters)
+    return max(INNER * of_input, hidden, attention)
+
+
 def shared_layout(
     rows: int, keys: int, clusters: int, shared_limit: int, stage_bytes: int = _STAGE_TILES * TILE_BYTES[16]
 ) -> tuple[int, int]:
@@ -109,21 +150,21 @@ def shared_layout(
         stage_bytes: of the largest stage of the ring that some product needs.
     """
 
-    def parts(tiles: int, unit: int) -> int:
-        """Bytes of what a product behind a norm sends to one block."""
-        slots = _up(_up(tiles // unit, clusters), RANKS) * unit
+    def parts(tiles: int, unit: int, together: int) -> int:
+        """Bytes of what a product behind a norm sends to one block: `unit` tiles have one owner, `together` one
+        cluster."""
+        slots = _up(_up(tiles // together, clusters) * together // unit, RANKS) * unit
         return slots * RANKS * rows * 8 * _PART_BYTES + 4 * RANKS * rows
 
     queries = _up(rows * HEADS, clusters)
-    few = operand_rows(rows) <= 16
+    is_few = rows <= FEW_ROWS
     sums = _up(_up(WIDTH // 8, clusters), RANKS) * RANKS * rows * 8 * _PART_BYTES
-    x = max(parts((INNER + 2 * HEAD_DIM) // 8, 1), sums)
-    y = max(RANKS * queries * (HEAD_DIM // RANKS * _PART_BYTES + 8), sums)
+    x = max(parts((INNER + 2 * HEAD_DIM) // 8, 1, 1), sums)
+    y = max(RANKS * queries * (HEAD_DIM // RANKS * _PART_BYTES + 8), 0 if is_few else sums)
     leave = 4 * RANKS * (rows * ACTIONS + rows)
-    values = max(keys * (HEAD_DIM * 2 + 16), parts(2 * HIDDEN // 8, 2), leave)
-    scores = 4 * (keys + 4 + keys // 8)  # of a query: weights, and a maximum for each tile of eight keys
-    operands = max(HIDDEN // RANKS * 2 * operand_rows(rows), 16 * _up(queries, 16) * (576 + scores))
-    traded = warps_that_multiply(rows) * 32 * 16 if few else 0
+    values = max(keys * (HEAD_DIM * 2 + 16), parts(2 * HIDDEN // 8, 2, HIDDEN_BLOCK // 4 if is_few else 2), leave)
+    traded = _traded_bytes(rows) if is_few else 0
+    operands = _operand_bytes(rows, keys, clusters)
     fixed = x + y + values + operands + traded + 4 * rows * ACTIONS + 1024 + 128
 
     def needed_for(stages: int) -> int:
@@ -192,7 +233,8 @@ class ExpertKernel:
         capacity: rows of the prefix at most; with `rows` at most 1024.
         persistent: one launch for everything; otherwise one launch a phase, which computes the same bits.
         overlap: launch the phases with programmatic overlap (no effect on a single launch).
-        clusters: clusters of eight blocks in the grid, at most what the device holds at once; it changes no bit.
+        clusters: clusters of eight blocks in the grid, at most what the device holds at once. With more than FEW_ROWS
+            rows it changes no bit; with fewer, sums are made in an order that depends on it.
     """
 
     def __init__(
@@ -210,6 +252,11 @@ class ExpertKernel:
             raise KernelError(
                 f"expert: {rows} rows behind {capacity}, the kernel takes 1 to {MAX_ROWS} rows and {MAX_KEYS} keys"
             )
+        if weights.down.for_few_rows != (rows <= FEW_ROWS):
+            raise KernelError(
+                f"expert: the weights are packed for {'at most' if weights.down.for_few_rows else 'more than'} "
+                f"{FEW_ROWS} rows, the chunk has {rows}; pack them for this length"
+            )
         self.weights, self.rows, self.steps, self.capacity = weights, rows, steps, capacity
         self.persistent, self.overlap = persistent, overlap and not persistent
         self.device = weights.device
@@ -217,7 +264,7 @@ class ExpertKernel:
         self.clusters = min(clusters, MAX_CLUSTERS, count // RANKS)
         self.threads = 32 * (warps_that_multiply(rows) + 4)  # four warps fetch and fence
         self.kernel = self._resident_kernel()
-        self.phases = steps * (PHASES_PER_LAYER * weights.layers + 1)
+        self.phases = steps * (phases_per_layer(rows) * weights.layers + 1)
         self._shifts = ShiftTables.allocate(weights, steps)
         self._is_prepared = False
 

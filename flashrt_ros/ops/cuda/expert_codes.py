@@ -21,6 +21,9 @@ CHUNK = 64  # inputs of a tile that lie together
 RANKS = 8  # blocks of a cluster, which share the inputs of every product and the keys
 BLOCK = 16  # inputs of an output that have one scale in NVFP4
 _LANES, _TILE = 32, 8
+HIDDEN_BLOCK = 32  # inputs of `down` that have one cluster with few rows
+_GROUPS, _TILES = 4, 4  # of tiles of a rank's outputs, and tiles of a group: see kernels/expert_hidden.cuh
+SHARE_TILES = 2 * _GROUPS  # of what `share_order` gives
 _WORD_BITS = 32
 LACKING = {8: 2.0**40, 4: 2.0**7}
 """By how much the kernel's sums of weights with so many bits are too small (see kernels/expert_weights.cuh)."""
@@ -167,21 +170,79 @@ def tiles_of_nvfp4(packed: Tensor, scales: Tensor) -> Tensor:
 
     That is [lane 32][pair of steps 2] words of codes, then [output 8] words with the scales of four steps.
     """
+    return _tiles_of_nvfp4(_existing(packed, scales), scales)
+
+
+def _existing(packed: Tensor, scales: Tensor) -> Tensor:
+    """uint8[outputs, inputs] of uint8[outputs, inputs / 2]: zeros where a block's scale is, which cannot be stored."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    codes = _with_last(codes, -1, BLOCK) * (scales > 0)[..., None]  # a scale of zero cannot be stored
-    view = _parts(codes.flatten(-2))
+    return (_with_last(codes, -1, BLOCK) * (scales > 0)[..., None]).flatten(-2)
+
+
+def _tiles_of_nvfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """What `tiles_of_nvfp4` gives, of uint8[outputs, inputs] codes one by one."""
+    view = _parts(codes)
     ordered = view.permute(2, 3, 0, 1, 7, 4, 5, 6, 8).flatten(-3)
     return torch.cat((_bytes_of_tiles(E2M1.join(ordered)), _bytes_of_scales(scales)), dim=-1)
 
 
 def values_of_nvfp4(tiles: Tensor) -> Tensor:
     """float32[outputs, inputs]: what `tiles_of_nvfp4` stands for."""
+    values, scales = _without_scales(tiles)
+    return _scaled(values, scales)
+
+
+def _without_scales(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """float32[outputs, inputs] and float32[outputs, blocks]: values and scales that lie in tiles of NVFP4."""
     codes, scales = tiles[..., : _LANES * 8].contiguous(), tiles[..., _LANES * 8 :]
     words = _with_last(codes.view(torch.int32), 8, 4, 2)  # rank, chunk, tile, row, quad, pair
     parts = _with_last(E2M1.split(words), 2, 2, 2)  # step, half, value
     ordered = parts.permute(2, 3, 0, 1, 5, 6, 7, 4, 8).flatten(2).flatten(0, 1)
     values = torch.tensor([*_FP4, *(-value for value in _FP4)], device=tiles.device)[ordered.int()]
-    return (_with_last(values, -1, BLOCK) * _values_of_scales(scales)[..., None]).flatten(-2)
+    return values, _values_of_scales(scales)
+
+
+def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """[outputs, inputs] times [outputs, blocks]."""
+    return (_with_last(values, -1, BLOCK) * scales[..., None]).flatten(-2)
+
+
+# -- `down` of few rows: all tiles of a rank's outputs for 32 inputs, in the place of the chunks of a tile -------------
+
+
+def share_order(weight: Tensor) -> Tensor:
+    """[outputs, inputs] as [64, inputs of all ranks]: in the tiles of that, a cluster finds its inputs as one piece.
+
+    Inputs come in blocks of 32 of which a lane has eight neighbouring ones, four for each of two steps. Outputs are
+    [group 4, step 2, output 8], inputs [rank 8, block, tile 4, input 16]: tiles and steps have changed places.
+    """
+    view = weight.view(RANKS, _GROUPS, _TILES, _TILE, -1, 4, 2, 2, 2)  # quad, step, half, value
+    return view.permute(1, 6, 3, 0, 4, 2, 7, 5, 8).reshape(SHARE_TILES * _TILE, -1)
+
+
+def weight_of_share(ordered: Tensor, outputs: int) -> Tensor:
+    """The [outputs, inputs] that `share_order` made `ordered` of."""
+    inputs = ordered.numel() // outputs
+    view = ordered.view(_GROUPS, 2, _TILE, RANKS, inputs // HIDDEN_BLOCK, _TILES, 2, 4, 2)
+    return view.permute(3, 0, 5, 2, 4, 7, 1, 6, 8).reshape(outputs, inputs)
+
+
+def share_of_nvfp4(packed: Tensor, scales: Tensor) -> Tensor:
+    """uint8[outputs, inputs / 2] and uint8[outputs, inputs / 16] → uint8[ranks, blocks of 32 inputs, 8, 288].
+
+    The scales of a step are those of half a block: lanes of the lower quads have the first one's inputs in both steps.
+    """
+    view = scales.view(RANKS, _GROUPS, _TILES, _TILE, -1, 2)
+    ordered = view.permute(1, 5, 3, 0, 4, 2).reshape(SHARE_TILES * _TILE, -1)
+    return _tiles_of_nvfp4(share_order(_existing(packed, scales)), ordered)
+
+
+def values_of_nvfp4_share(tiles: Tensor, outputs: int) -> Tensor:
+    """float32[outputs, inputs]: what `share_of_nvfp4` stands for."""
+    values, scales = _without_scales(tiles)
+    view = scales.view(_GROUPS, 2, _TILE, RANKS, -1, _TILES)
+    of_blocks = view.permute(3, 0, 5, 2, 4, 1).reshape(outputs, scales.numel() // outputs)
+    return _scaled(weight_of_share(values, outputs), of_blocks)
 
 
 def _with_last(x: Tensor, *sizes: int) -> Tensor:

@@ -13,16 +13,22 @@ from .expert_codes import (
     CHUNK,
     LACKING,
     RANKS,
+    SHARE_TILES,
     Codes,
     check_type,
+    share_of_nvfp4,
+    share_order,
     tiles_of_e4m3,
     tiles_of_nvfp4,
     values_of_e4m3,
     values_of_nvfp4,
+    values_of_nvfp4_share,
+    weight_of_share,
 )
 
 WIDTH, HEADS, HEAD_DIM, HIDDEN, ACTIONS = 1024, 8, 256, 4096, 32  # what kernels/expert.cu is written for
 INNER = HEADS * HEAD_DIM
+FEW_ROWS = 16  # of a chunk, at most, for which `down` is packed in an order of its own (see kernels/expert_hidden.cuh)
 PRODUCTS = {
     "qkv": (INNER + 2 * HEAD_DIM, WIDTH),
     "output": (WIDTH, INNER),
@@ -68,7 +74,8 @@ class Stream:
     """The weights of one product.
 
     Args:
-        tiles: bf16 as of `pack_tiles`, or uint8[layers, ranks, chunks of 64 inputs, outputs / 8, bytes of codes].
+        tiles: bf16 as of `pack_tiles`, or uint8[layers, ranks, chunks of 64 inputs, outputs / 8, bytes of codes]; of
+            `down` for few rows those of its matrix in `share_order`.
         factor: float32[layers, outputs] that the kernel multiplies its sums of decoded codes by; None for bf16.
     """
 
@@ -82,13 +89,22 @@ class Stream:
             return 16
         return 8 if self.tiles.shape[-1] == TILE_BYTES[8] else 4
 
+    @property
+    def for_few_rows(self) -> bool:
+        """Whether this is `down` as few rows want it."""
+        return self.tiles.shape[3] == SHARE_TILES
+
     def matrix(self, layer: int) -> Tensor:
         """float32[outputs, inputs] that the weights of one layer stand for, outputs in the order of packing."""
-        tiles = self.tiles[layer]
-        if self.factor is None:
-            return unpack_tiles(tiles[None])[0].float()
-        values = values_of_e4m3(tiles) if self.bits == 8 else values_of_nvfp4(tiles)
-        return values * (self.factor[layer, :, None] / LACKING[self.bits])
+        values = self._values(self.tiles[layer])
+        return values if self.factor is None else values * (self.factor[layer, :, None] / LACKING[self.bits])
+
+    def _values(self, tiles: Tensor) -> Tensor:
+        """What the tiles of a layer stand for without factors."""
+        if self.bits == 4:
+            return values_of_nvfp4_share(tiles, WIDTH) if self.for_few_rows else values_of_nvfp4(tiles)
+        values = values_of_e4m3(tiles) if self.bits == 8 else unpack_tiles(tiles[None])[0].float()
+        return weight_of_share(values, WIDTH) if self.for_few_rows else values
 
 
 @dataclass(frozen=True)
@@ -139,8 +155,14 @@ def pack(
     down: Tensor | Codes,
     enter: tuple[Tensor, Tensor],
     leave: tuple[Tensor, Tensor],
+    *,
+    few_rows: bool,
 ) -> ExpertWeights:
     """Pack plain weights: a stack of layers for each product (see `pack_product`), and both ends (see `joined`).
+
+    Args:
+        few_rows: for chunks of at most FEW_ROWS rows, whose kernel wants `down` in another order; otherwise for longer
+            ones.
 
     Raises:
         ShapeError: one has another shape.
@@ -149,21 +171,26 @@ def pack(
     stacks = {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
     shapes = {name: (_shaped(stack), ("layers", *PRODUCTS[name])) for name, stack in stacks.items()}
     check("expert weights", **shapes)
-    return joined({name: pack_product(name, stack) for name, stack in stacks.items()}, enter, leave)
+    return joined({name: pack_product(name, stack, few_rows=few_rows) for name, stack in stacks.items()}, enter, leave)
 
 
-def pack_product(name: str, stack: Tensor | Codes) -> Stream:
+def pack_product(name: str, stack: Tensor | Codes, *, few_rows: bool) -> Stream:
     """Pack all layers of one product: [layers, outputs, inputs], bf16 or codes. Raises as `pack` does.
 
     Args:
         name: of PRODUCTS.
         stack: outputs in the order query, key, value, or all of gate, then all of up.
+        few_rows: see `pack`.
     """
     check("expert weights", **{name: (_shaped(stack), ("layers", *PRODUCTS[name]))})
     if isinstance(stack, Codes):
         stack.check(name)
+    else:
+        check_type(name, stack, torch.bfloat16)
+    if name == "down" and few_rows:
+        return _share_stream(stack)
+    if isinstance(stack, Codes):
         return _narrow_stream(stack, _order(name, stack.values.device))
-    check_type(name, stack, torch.bfloat16)
     order = _order(name, stack.device)
     return Stream(_layer_by_layer(len(stack), lambda layer: pack_tiles(_ordered(stack[layer], order)[None])[0]))
 
@@ -218,6 +245,18 @@ def _narrow_stream(codes: Codes, order: Tensor | None) -> Stream:
 
     factor = codes.factor if order is None else codes.factor[:, order]
     return Stream(_layer_by_layer(len(codes.values), tiles), factor * LACKING[8 if codes.scales is None else 4])
+
+
+def _share_stream(stack: Tensor | Codes) -> Stream:
+    """`down` as few rows want it (see `share_order`); what does not fit has been refused."""
+    if not isinstance(stack, Codes):
+        return Stream(_layer_by_layer(len(stack), lambda layer: pack_tiles(share_order(stack[layer])[None])[0]))
+    values, scales = stack.values, stack.scales
+    if scales is None:
+        tiles = _layer_by_layer(len(values), lambda layer: tiles_of_e4m3(share_order(values[layer])))
+        return Stream(tiles, stack.factor * LACKING[8])
+    tiles = _layer_by_layer(len(values), lambda layer: share_of_nvfp4(values[layer], scales[layer]))
+    return Stream(tiles, stack.factor * LACKING[4])
 
 
 def _layer_by_layer(layers: int, make: Callable[[int], Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...contract import WIDE, SiteFormat
 from ...ops.cuda.expert_codes import Codes
-from ...ops.cuda.expert_packing import PRODUCTS, joined, pack_product, packed_bytes
+from ...ops.cuda.expert_packing import FEW_ROWS, PRODUCTS, joined, pack_product, packed_bytes
 from ...ops.cuda.expert_packing import ExpertWeights as PackedExpert
 from ...ops.report import KernelReport
 from ...precision.packed import PackedWeight
@@ -26,9 +26,13 @@ def common_bits(formats: Iterable[str]) -> int:
     return found.pop() if len(found) == 1 else _BITS[WIDE]
 
 
-def pack_expert(weights: ExpertWeights) -> PackedExpert:
-    """The expert for its kernel. A stack of layers is as large as what is packed of it: no two are there at a time."""
-    streams = {name: pack_product(name, _stacked(_of_layers(weights, name))) for name in PRODUCTS}
+def pack_expert(weights: ExpertWeights, chunk: int) -> PackedExpert:
+    """The expert for its kernel, for chunks as long as `chunk` rows.
+
+    A stack of layers is as large as what is packed of it: no two are there at a time.
+    """
+    few_rows = chunk <= FEW_ROWS
+    streams = {name: pack_product(name, _stacked(_of_layers(weights, name)), few_rows=few_rows) for name in PRODUCTS}
     enter, leave = weights.enter, weights.leave
     return joined(streams, (enter.weight, enter.bias), (leave.weight, leave.bias))
 

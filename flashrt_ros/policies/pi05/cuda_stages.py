@@ -86,8 +86,8 @@ class CudaStages(Pi05Stages):
         config = self._config
         try:
             kernel = ExpertKernel(
-                pack_expert(weights), config.chunk, config.steps, capacity=config.prefix_rows, persistent=persistent,
-                overlap=overlap,
+                pack_expert(weights, config.chunk), config.chunk, config.steps, capacity=config.prefix_rows,
+                persistent=persistent, overlap=overlap,
             )  # fmt: skip
         except KernelError as error:
             return error

@@ -20,7 +20,7 @@ from flashrt_ros.policies.pi05.weights import Dense, ExpertWeights, GemmaLayer
 from flashrt_ros.precision.packed import PackedWeight
 
 SHAPES = {"qkv": (2560, 1024), "output": (1024, 2048), "gate_up": (8192, 1024), "down": (1024, 4096)}
-LAYERS = 2
+LAYERS, CHUNK = 2, 10
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -50,7 +50,7 @@ def expert(activation: str = "16-bit", **formats: tuple[str, str]) -> ExpertWeig
 
 def test_every_product_has_the_bits_of_its_layers() -> None:
     weights = expert(qkv=("nvfp4", "nvfp4"), output=("e4m3", "e4m3_tensor"), gate_up=("nvfp4", "e4m3"))
-    assert pack_expert(weights).bits == (4, 8, 16, 16)
+    assert pack_expert(weights, CHUNK).bits == (4, 8, 16, 16)
     reports = {report.op: (report.kernel, report.reason) for report in expert_reports(weights)}
     mixed = "its layers are nvfp4 and e4m3, the expert's kernel reads all layers in one way: codes were decoded when "
     assert reports == {
@@ -71,17 +71,26 @@ def test_a_product_with_a_wide_layer_is_decoded_as_a_whole(layers: tuple[str, st
     decoded = replace(
         weights, layers=tuple(replace(layer, qkv=m) for layer, m in zip(weights.layers, wide, strict=True))
     )
-    assert torch.equal(pack_expert(weights).project.tiles, pack_expert(decoded).project.tiles)
+    assert torch.equal(pack_expert(weights, CHUNK).project.tiles, pack_expert(decoded, CHUNK).project.tiles)
 
 
 @pytest.mark.parametrize("weight", ["e4m3", "e4m3_tensor", "nvfp4"])
 def test_the_kernel_gets_what_the_codes_stand_for(weight: str) -> None:
-    weights = expert(output=(weight, weight))
-    stream = pack_expert(weights).output
+    weights = expert(output=(weight, weight), down=(weight, weight))
+    made = pack_expert(weights, CHUNK)
     for layer in range(LAYERS):
-        matrix = weights.layers[layer].output
-        assert isinstance(matrix, PackedWeight)
-        torch.testing.assert_close(stream.matrix(layer), matrix.decode(), rtol=1e-6, atol=0.0)
+        for name in ("output", "down"):
+            matrix = getattr(weights.layers[layer], name)
+            assert isinstance(matrix, PackedWeight)
+            torch.testing.assert_close(getattr(made, name).matrix(layer), matrix.decode(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(("chunk", "few_rows"), [(1, True), (10, True), (16, True), (17, False), (50, False)])
+def test_the_length_of_the_chunk_decides_how_down_is_packed(chunk: int, few_rows: bool) -> None:
+    weights = expert()
+    made = pack_expert(weights, chunk)
+    assert [stream.for_few_rows for stream in made.streams] == [False, False, False, few_rows]
+    assert torch.equal(made.down.matrix(1), weights.layers[1].down.float())
 
 
 def test_the_layers_of_one_product_at_a_time_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +104,7 @@ def test_the_layers_of_one_product_at_a_time_are_stacked(monkeypatch: pytest.Mon
         return stack
 
     monkeypatch.setattr(cuda_expert, "_stacked", watched)
-    pack_expert(expert(output=("e4m3", "e4m3"), gate_up=("nvfp4", "nvfp4")))
+    pack_expert(expert(output=("e4m3", "e4m3"), gate_up=("nvfp4", "nvfp4")), CHUNK)
     assert len(made) == len(SHAPES)
 
 
@@ -123,12 +132,13 @@ def test_layers_that_differ_are_given_wide(formats: tuple[str, ...], bits: int) 
     assert common_bits(formats) == bits
 
 
+@pytest.mark.parametrize("chunk", [10, 50])
 @pytest.mark.parametrize("down", [("nvfp4", "nvfp4"), ("nvfp4", "e4m3"), ("16-bit", "16-bit")])
-def test_the_bytes_of_the_copy_are_known_before_it_is_made(down: tuple[str, str]) -> None:
+def test_the_bytes_of_the_copy_are_known_before_it_is_made(down: tuple[str, str], chunk: int) -> None:
     weights = expert(qkv=("e4m3", "e4m3"), output=("nvfp4", "nvfp4"), down=down)
     made = sum(
         part.nbytes
-        for stream in pack_expert(weights).streams
+        for stream in pack_expert(weights, chunk).streams
         for part in (stream.tiles, stream.factor)
         if part is not None
     )

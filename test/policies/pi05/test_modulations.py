@@ -68,7 +68,7 @@ def test_an_experts_kernel_is_prepared_once_when_the_stages_are_built(
     policy: Pi05Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_stages, "ExpertKernel", Prepared)
-    monkeypatch.setattr(cuda_stages, "pack_expert", lambda weights: weights)
+    monkeypatch.setattr(cuda_stages, "pack_expert", lambda weights, chunk: weights)
     torch.set_float32_matmul_precision("high")
     try:
         stages = CudaStages(policy.config, policy.weights, reference_ops(), fused_gate_up=False)
