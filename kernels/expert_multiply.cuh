@@ -189,9 +189,10 @@ __device__ __forceinline__ void finish_unit(const Consumer& c, const float (&sum
 // rows in memory: that of the operands of chunks that this product does not have, 16 bytes a row.
 template <typename P>
 __device__ __forceinline__ u32 rows_memory(const Consumer& c) {
-  constexpr int kBefore = P::kChunks * kOperandBytesOfChunk, kBytes = 2 * kOperandRows * kTile * 2;
-  static_assert(!kFewRows || kPairs<P> || kBefore + kWarps * kBytes <= kOperandBytes, "chunks of other products");
-  return shared_address(c.shared.operands) + kBefore + c.warp * kBytes + c.lane * kTile * 2;
+  constexpr int kBefore = P::kChunks * kOperandBytesOfChunk, kEnd = kBefore + kWarps * kUnitRowsBytes;
+  static_assert(!kFewRows || kPairs<P> || kEnd <= kOperandBytes, "chunks of other products");
+  static_assert(!kFewRows || kPairs<P> || kEnd <= kHiddenOffset, "other blocks may send hidden values already");
+  return shared_address(c.shared.operands) + kBefore + c.warp * kUnitRowsBytes + c.lane * kTile * 2;
 }
 template <typename P, typename Finish>
 __device__ __forceinline__ void finish_unit_by_rows(const Consumer& c, const float (&sums)[kSums], int unit,

@@ -109,8 +109,11 @@ constexpr int kTeamStride = kOutputsOfRank + 4;  // floats, free of bank conflic
 constexpr int kTeamFloats = ROWS * kTeamStride, kTradedFloats = kFewRows ? kWarps * kWarpSize * 4 : 4;
 constexpr bool kTradesTeam = kTeamFloats <= kTradedFloats;
 constexpr int kTeamBytes = kFewRows ? (kDownTeams - (kTradesTeam ? 1 : 0)) * kTeamFloats * 4 : 0;
-// Both lie in the memory of the operands, where teams take the place of those of gate_up, and hidden values lie behind.
-constexpr int kHiddenOffset = max_of(kTeamBytes, GateUp::kChunks * kOperandBytesOfChunk);
+// Where sums of a unit become rows (see rows_memory), behind the operands of gate_up.
+constexpr int kUnitRowsBytes = 2 * kOperandRows * kTile * 2;  // of a warp
+// Both lie in the memory of the operands, where teams take the place of those of gate_up. Hidden values lie behind all of
+// that: other blocks send them once they have the parts that they own, while a warp of this one may still multiply.
+constexpr int kHiddenOffset = max_of(kTeamBytes, GateUp::kChunks * kOperandBytesOfChunk + kWarps * kUnitRowsBytes);
 
 // -- attention --------------------------------------------------------------------------------------------------------
 

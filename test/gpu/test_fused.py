@@ -51,7 +51,7 @@ def test_every_part_is_fused_and_as_close_to_float32_as_the_reference(chunk: int
 
 
 @pytest.mark.parametrize(("persistent", "overlap"), [(True, True), (False, False), (False, True)])
-@pytest.mark.parametrize("chunk", [10, 50])
+@pytest.mark.parametrize("chunk", [1, 9, 10, 50])
 def test_all_ways_to_launch_give_equal_bits(persistent: bool, overlap: bool, chunk: int) -> None:
     made = model(chunk=chunk)
     usual, other = chosen(made)[0], chosen(made, persistent=persistent, overlap=overlap)[0]

@@ -45,6 +45,8 @@ SOURCES = (
     expert_source(rows=10, capacity=712, clusters=15, RESIDENT=0, OVERLAP=1),
     expert_source(rows=30, capacity=712, clusters=12),
     expert_source(rows=1, capacity=712, clusters=3),
+    expert_source(rows=1, capacity=712, clusters=15),
+    expert_source(rows=9, capacity=712, clusters=15),
     expert_source(rows=10, capacity=712, clusters=15, bits=(8, 8, 8, 8)),
     expert_source(rows=10, capacity=712, clusters=15, bits=(4, 4, 4, 4)),
     expert_source(rows=50, capacity=968, clusters=15, bits=(8, 8, 8, 8)),

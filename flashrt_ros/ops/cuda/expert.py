@@ -134,7 +134,8 @@ def _operand_bytes(rows: int, keys: int, clusters: int) -> int:
     of_input = 2 * operand_rows(rows) // RANKS  # bytes, of a product's input
     if rows > FEW_ROWS:
         return max(HIDDEN * of_input, attention)
-    hidden = max(_team_bytes(rows), WIDTH * of_input) + _hidden_bytes(rows, clusters)
+    unit_rows = warps_that_multiply(rows) * 32 * operand_rows(rows)  # where each warp turns sums into rows
+    hidden = max(_team_bytes(rows), WIDTH * of_input + unit_rows) + _hidden_bytes(rows, clusters)
     return max(INNER * of_input, hidden, attention)
 
 
