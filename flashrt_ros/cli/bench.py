@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         for views, chunk in args.cases:
             with tempfile.TemporaryDirectory() as folder:
                 settings = Case(views, chunk, args.tokens).settings(given, Path(folder) / "checkpoint")
-                results += bench_together(_each(args, settings), options, pictures, _say)
+                keep = partial(_keep, args.out, results)
+                results += bench_together(_each(args, settings), options, pictures, _say, keep)
             options = replace(options, load=False)  # a start takes as long in every case
             _save(args.out, results)
     except (PolicyError, EngineError, MeasureError, PrecisionError) as error:
@@ -120,6 +122,10 @@ def _options(args: argparse.Namespace) -> Options:
     schedule = Schedule(rounds=args.rounds, calls=args.calls, turn_s=args.turn_seconds)
     pace = Pace(args.rate) if args.rate else None
     return Options(args.device, schedule, names, args.mechanisms, parity, args.load, pace)
+
+
+def _keep(path: Path | None, results: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
+    _save(path, [*results, *more])
 
 
 def _save(path: Path | None, results: list[dict[str, Any]]) -> None:

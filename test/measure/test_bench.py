@@ -186,6 +186,23 @@ def test_the_command_writes_one_object_a_configuration(
     assert "2 views, 111 tokens, chunk 4" in capsys.readouterr().out
 
 
+def test_what_was_timed_is_kept_when_the_process_is_ended_behind_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("skimage")
+
+    def ended(timed: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_module, "_kernels", ended)
+    out = tmp_path / "cpu.json"
+    quick = ["--rounds", "1", "--calls", "1", "--turn-seconds", "0.01", "--tokens", "111", "--cases", "2x4"]
+    assert main(["bench", "pi05", "--checkpoint", str(folder), *sizes(), *quick, "--out", str(out)]) == 130
+    (found,) = json.loads(out.read_text())
+    assert found["replay_ms"]["p50"] > 0
+    assert found["kernels"] is None
+
+
 def test_the_profile_command_tells_kernels_and_draws(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,8 @@ from .starts import starts
 from .subject import CALL_PARTS, Subject
 
 Say = Callable[[str], None]
+Keep = Callable[[list[dict[str, Any]]], None]
+"""Takes results that something is missing of yet."""
 _SAME = 0.99  # cosine below which a baseline computes something else
 
 
@@ -54,12 +56,18 @@ def bench(settings: Mapping[str, Any], options: Options, pictures: list[Pixels],
 
 
 def bench_together(
-    each: Sequence[Mapping[str, Any]], options: Options, pictures: list[Pixels], say: Say
+    each: Sequence[Mapping[str, Any]],
+    options: Options,
+    pictures: list[Pixels],
+    say: Say,
+    keep: Keep = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Measure policies that differ in their precision, in the same interleaved rounds of one process.
 
     Args:
         each: settings of every policy. The first is what the others are compared with; baselines and parity are its.
+        keep: called behind the rounds, which take minutes, with all but what is at a fixed rate and how many kernels:
+            whoever ends the process then has not waited for nothing.
 
     Returns:
         One object of the result file for each.
@@ -73,17 +81,23 @@ def bench_together(
         say(f"timing {len(candidates)} candidates in {options.schedule.rounds} rounds")
         with GpuWatch() as watch:
             samples = measure(candidates, options.schedule, device)
+        run = Run(options.schedule.describe(), tuple(item.tier for item in timed), options.device, watch.seen(), now())
+
+        def results(paced: dict[str, Any] | None) -> list[dict[str, Any]]:
+            found = [result_of(item, _own_samples(item, samples), run) for item in timed]
+            found[0] |= {"parity": parity_summary(options.parity), "at_rate": paced}
+            for result, seconds in zip(found, load_s, strict=True):
+                result["load_s"] = seconds
+            for result in found[1:]:
+                result["speedup_over"] = speedup_over(found[0], result)
+            return found
+
+        timed = [replace(item, kernels=_not_counted(item)) for item in timed]
+        keep(results(None))
         paced = _at_rate(timed[0].subject, options.pace, device, say)
         say("tracing kernels")
         timed = [replace(item, kernels=_kernels(item)) for item in timed]
-        run = Run(options.schedule.describe(), tuple(item.tier for item in timed), options.device, watch.seen(), now())
-        results = [result_of(item, _own_samples(item, samples), run) for item in timed]
-    results[0] |= {"parity": parity_summary(options.parity), "at_rate": paced}
-    for result, seconds in zip(results, load_s, strict=True):
-        result["load_s"] = seconds
-    for result in results[1:]:
-        result["speedup_over"] = speedup_over(results[0], result)
-    return results
+        return results(paced)
 
 
 def _starts(settings: Mapping[str, Any], options: Options, say: Say) -> dict[str, Any] | None:
@@ -189,11 +203,15 @@ def _compared(ours: Subject, rivals: Sequence[Baseline]) -> dict[str, float]:
     return found
 
 
+def _not_counted(timed: Timed) -> dict[str, int | None]:
+    return dict.fromkeys(("ours", *(rival.name for rival in timed.rivals)))
+
+
 def _kernels(timed: Timed) -> dict[str, int | None]:
     """Kernels of a decision, ours and each baseline's; None where there is no GPU to count on."""
     ours, rivals = timed.subject, timed.rivals
     device = ours.runner.session.device
     if device.type != "cuda":
-        return dict.fromkeys(("ours", *(rival.name for rival in rivals)))
+        return _not_counted(timed)
     counts: dict[str, int | None] = {"ours": figures(ours.trace()).kernels}
     return counts | {rival.name: figures(traced(rival.run, device)).kernels for rival in rivals}
