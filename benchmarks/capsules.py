@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,13 @@ WALL_BAR_US = 60.0
 _HOLD_CYCLES = 3_000_000  # of the GPU's clock, 1.5 ms or more: longer than the host needs to enqueue what is timed
 
 PROTOCOL = (
-    f"Medians of {ROUNDS} interleaved rounds after {WARM_UP}. Every call that is timed comes right after a whole "
-    "decision, as in use, with a device that has nothing left to do; `warm` calls follow each other instead. wall_us: "
-    "the host's clock until the device has finished; enqueue_us: until the call has returned; device_us: between "
-    "device events, in a run of its own whose queue is held until all is enqueued, so that no host time is in it. "
-    "launch_us: the prepared copy alone, without a session. rebuild and restore end with actions on the host."
+    f"Medians of {ROUNDS} interleaved rounds after {WARM_UP}, each call with a device that has nothing left to do. "
+    "wall_us: the host's clock until the device has finished; enqueue_us: until the call has returned; both of calls "
+    "that follow one another behind a decision, in an order that moves on by one each round. after_decision: the same "
+    "of calls that each come right after a whole decision. after_empty_loop: of snapshots behind a loop on the host "
+    "that does nothing for as long as a decision takes, and behind another snapshot. device_us: between device events, "
+    "in a run of its own whose queue is held until all is enqueued, so that no host time is in it. launch: the "
+    "prepared copy alone, without a session. rebuild and restore end with actions on the host."
 )
 
 
@@ -89,19 +91,44 @@ class Series:
 
     def __init__(self, clock: Clock, call: Callable[[], object], before: Callable[[], object]) -> None:
         self._clock, self._call, self._before = clock, call, before
-        self._seen: dict[str, list[float]] = {"device_us": [], "wall_us": [], "enqueue_us": []}
+        self._host: list[tuple[float, float]] = []
+        self._after_decision: list[tuple[float, float]] = []
+        self._device: list[float] = []
 
-    def measure(self) -> None:
-        """One round: by the host's clock, then by the device's."""
-        self._before()
-        enqueue, wall = self._clock.host(self._call)
-        self._before()
-        for name, value in zip(self._seen, (self._clock.device(self._call), wall, enqueue), strict=True):
-            self._seen[name].append(value)
+    def measure_in_turn(self) -> None:
+        """By the host's clock, behind whatever came before."""
+        self._host.append(self._clock.host(self._call))
 
-    def medians(self) -> dict[str, float]:
+    def measure_after_decision(self) -> None:
+        """By the host's clock right after a decision, then by the device's."""
+        self._before()
+        self._after_decision.append(self._clock.host(self._call))
+        self._before()
+        self._device.append(self._clock.device(self._call))
+
+    def medians(self) -> dict[str, Any]:
         """After the rounds of warming up."""
-        return {name: round(statistics.median(values[WARM_UP:]), 2) for name, values in self._seen.items()}
+        device = round(statistics.median(self._device[WARM_UP:]), 2)
+        return {"device_us": device, **host_medians(self._host), "after_decision": host_medians(self._after_decision)}
+
+
+def host_medians(seen: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Of what `Clock.host` returned, round by round."""
+    enqueue, wall = (round(statistics.median(column), 2) for column in zip(*seen[WARM_UP:], strict=True))
+    return {"wall_us": wall, "enqueue_us": enqueue}
+
+
+def snapshots_after_a_loop(clock: Clock, session: Session, seconds: float) -> dict[str, float]:
+    """Snapshots behind a loop on the host that does nothing for so long: what waiting alone costs the next call."""
+    seen = []
+    for _ in range(WARM_UP + ROUNDS):
+        session.snapshot("a", replace=True)
+        clock.wait()
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+        seen.append(clock.host(lambda: session.snapshot("a", replace=True)))
+    return host_medians(seen)
 
 
 class DrawnPrompts(Pi05Processor):
@@ -146,7 +173,7 @@ def decide(runner: PolicyRunner, task: int, frame: int) -> tuple[str, ...]:
 
 
 def operations(policy: Pi05Policy, device: str, tier: str, clock: Clock) -> dict[str, Any]:
-    """Snapshot, restore and fork of one tier and one plain copy of the same bytes, each right after a decision."""
+    """Snapshot, restore and fork of one tier and plain copies of the same bytes, in turn and right after decisions."""
     origin, twin = start(policy, device, tier), start(policy, device, "none")
     session, frame = origin.session, iter(range(1_000_000))
     decide(origin, 0, 0)
@@ -170,14 +197,18 @@ def operations(policy: Pi05Policy, device: str, tier: str, clock: Clock) -> dict
         "launch": Series(clock, lambda: move(beside, True), decided),
         "nothing": Series(clock, lambda: None, decided),
     }
+    order = list(series.values())
     for _ in range(WARM_UP + ROUNDS):
-        for each in series.values():
-            each.measure()
-    warm = [clock.host(lambda: session.snapshot("a", replace=True)) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+        decided()
+        for each in order:
+            each.measure_in_turn()
+        order.append(order.pop(0))
+        for each in order:
+            each.measure_after_decision()
+    begin = time.perf_counter()
+    decided()
     result: dict[str, Any] = {name: each.medians() for name, each in series.items()}
-    result["snapshot"]["warm_enqueue_us"], result["snapshot"]["warm_wall_us"] = (
-        round(statistics.median(column), 2) for column in zip(*warm, strict=True)
-    )
+    result["after_empty_loop"] = snapshots_after_a_loop(clock, session, time.perf_counter() - begin)
     result["bytes"] = capsule.nbytes
     for runner in (origin, twin):
         runner.close()
@@ -267,6 +298,7 @@ def bars(result: Mapping[str, Any]) -> list[tuple[str, float, float]]:
         gpu, host = result[name]["gpu"], result[name]["host"]
         found += [
             (f"{name} gpu wall_us", gpu["wall_us"], WALL_BAR_US),
+            (f"{name} gpu wall_us after a decision", gpu["after_decision"]["wall_us"], WALL_BAR_US),
             (f"{name} gpu device_us", gpu["device_us"], round(3 * copies["gpu"][beside]["device_us"], 2)),
             (f"{name} host wall_us", host["wall_us"], round(1.5 * copies["host"][beside]["wall_us"], 2)),
             (f"{name} host device_us", host["device_us"], round(1.5 * copies["host"][beside]["device_us"], 2)),
@@ -290,6 +322,7 @@ def measured(policy: Pi05Policy, device: str) -> dict[str, Any]:
         "copy_us": tiers["gpu"]["copy_out"]["device_us"],
         **{name: {tier: tiers[tier][name] for tier in tiers} for name in OPERATIONS},
         "copies": {tier: {name: tiers[tier][name] for name in ("copy_out", "copy_in")} for tier in tiers},
+        "after_empty_loop": tiers["gpu"]["after_empty_loop"],
         "launch": tiers["gpu"]["launch"],
         "nothing": tiers["gpu"]["nothing"],
         **next_action(policy, device, clock),
