@@ -9,15 +9,16 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 
-from flashrt_ros.ops.cuda import compiler, expert
+from flashrt_ros.ops.cuda import compiler, gemm, prefix_attention, registers
 from flashrt_ros.ops.cuda.capsule import SOURCE as CAPSULE
 from flashrt_ros.ops.cuda.compiler import KernelSource, cache_key, compile_source, compiled, full_text, kernel_folder
 from flashrt_ros.ops.cuda.cubin import registers_of
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.expert import demand_registers, kernel_sizes
+from flashrt_ros.ops.cuda.expert import kernel_sizes, registers_to_hand_over
 from flashrt_ros.ops.cuda.gemm import product_source
 from flashrt_ros.ops.cuda.image_attention import image_attention_source
 from flashrt_ros.ops.cuda.prefix_attention import prefix_attention_source
+from flashrt_ros.ops.cuda.registers import demand_registers
 
 
 def expert_source(
@@ -152,20 +153,24 @@ def test_the_experts_products_of_four_warps_do_not_wait_for_each_other(bits: int
 def test_the_registers_that_the_experts_warps_hand_over_are_there(rows: int, resident: int) -> None:
     """Warps that ask for more wait for ever unless the launch gives each thread 128."""
     source = expert_source(rows=rows, capacity=712, clusters=15, RESIDENT=resident)
-    assert registers_of(compiled(source, "sm_90a")) == 128
-    demand_registers(source, "sm_90a", rows)
+    assert registers_of(compiled(source, "sm_90a")) == registers_to_hand_over("sm_90a", rows) == 128
 
 
-def test_a_compiler_that_gives_the_experts_warps_too_few_registers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_gives_warps_too_few_registers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = expert_source(rows=10, capacity=712, clusters=15)
+    demand_registers(source, "sm_90a", 128)
     cubin = compiled(source, "sm_90a")
     at = cubin.index(struct.pack("<BBH", 4, 0x2F, 8)) + 8  # behind attribute and symbol
     fewer = cubin[:at] + struct.pack("<I", 120) + cubin[at + 4 :]
-    monkeypatch.setattr(expert, "compiled", lambda *_: fewer)
+    monkeypatch.setattr(registers, "compiled", lambda *_: fewer)
+    demand_registers.cache_clear()
     with pytest.raises(KernelError, match=r"^expert: NVRTC \d+\.\d+ gives each thread 120 registers, .* on 128"):
-        demand_registers(source, "sm_90a", 10)
-    demand_registers(source, "sm_120a", 10)  # nothing is handed over there
-    demand_registers(source, "sm_90a", 50)  # nor where many warps multiply
+        demand_registers(source, "sm_90a", 128)
+
+
+def test_the_expert_hands_registers_over_only_where_few_warps_multiply_on_hopper() -> None:
+    assert registers_to_hand_over("sm_120a", 10) is None
+    assert registers_to_hand_over("sm_90a", 50) is None
 
 
 @pytest.mark.parametrize("cubin", [b"", b"\x7fELF\x01\x01" + bytes(100), bytes(64)])
@@ -230,17 +235,15 @@ def test_the_matrix_product_says_that_it_is_for_hopper(architecture: str) -> Non
         compile_source(HOPPER[0], architecture)
 
 
-@pytest.mark.parametrize(("consumers", "registers"), [(2, 168), (3, 128)])
-@pytest.mark.parametrize("tile", [8, 104, 192])
-def test_the_registers_that_the_consumers_take_over_are_there(tile: int, consumers: int, registers: int) -> None:
-    """They wait for ever for more: 2 * 232 + 40 are 3 * 168, 3 * 160 + 32 are 4 * 128."""
-    source = product_source({"TILE_ROWS": tile, "FP8": 1, "CONSUMERS": consumers, "STAGES": 3})
-    assert registers_of(compile_source(source, "sm_90a")) == registers
+@pytest.mark.parametrize("source", HOPPER, ids=str)
+def test_the_registers_that_consumers_take_over_are_there(source: KernelSource) -> None:
+    """They wait for ever for more."""
+    assert registers_of(compiled(source, "sm_90a")) == gemm.REGISTERS[source.defines["CONSUMERS"]]
 
 
-def test_a_tile_that_three_consumers_have_no_registers_for_is_refused() -> None:
-    with pytest.raises(KernelError, match="registers for the sums of each consumer"):
-        compile_source(product_source({"TILE_ROWS": 200, "CONSUMERS": 3}), "sm_90a")
+@pytest.mark.parametrize("source", HOPPER_ATTENTION, ids=str)
+def test_the_registers_that_consumers_of_attention_take_over_are_there(source: KernelSource) -> None:
+    assert registers_of(compiled(source, "sm_90a")) == prefix_attention.REGISTERS
 
 
 @pytest.mark.parametrize("also", ["GEGLU", "GELU", "OUT8", "ROW_SCALE"])

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..shapes import check
-from .compiler import KernelSource, compiled, compiler_version
-from .cubin import registers_of
+from .compiler import KernelSource
 from .errors import KernelError
 from .expert_codes import HIDDEN_BLOCK, RANKS
 from .expert_packing import ACTIONS, FEW_ROWS, HEAD_DIM, HEADS, HIDDEN, INNER, TILE_BYTES, WIDTH, ExpertWeights
 from .kernel import Kernel, architecture, kernel
+from .registers import demand_registers
 
 MAX_ROWS, MAX_KEYS = 64, 1024
 MAX_CLUSTERS = 16
@@ -204,20 +204,12 @@ def kernel_sizes(
     return layout | widths
 
 
-def demand_registers(source: KernelSource, arch: str, rows: int) -> None:
-    """KernelError if the warps of this kernel would wait for ever for registers that they hand to each other.
+def registers_to_hand_over(arch: str, rows: int) -> int | None:
+    """Registers that a launch must give to each thread, as its warps hand some to each other; None where they do not.
 
-    On Hopper those that fetch give some to those that multiply, where these are few; how many there are to give, the
-    kernel counts on what a launch gives to each thread (kernels/expert_plan.cuh).
+    On Hopper those that fetch give some to those that multiply, where these are few (kernels/expert_plan.cuh).
     """
-    if arch != _HANDS_OVER or warps_that_multiply(rows) != _WARPS_OF_FEW_ROWS:
-        return
-    found = registers_of(compiled(source, arch))
-    if found not in (None, _REGISTERS_OF_A_THREAD):
-        raise KernelError(
-            f"expert: NVRTC {compiler_version()} gives each thread {found} registers, its warps count on "
-            f"{_REGISTERS_OF_A_THREAD}; install nvidia-cuda-nvrtc==13.0.88"
-        )
+    return _REGISTERS_OF_A_THREAD if arch == _HANDS_OVER and warps_that_multiply(rows) == _WARPS_OF_FEW_ROWS else None
 
 
 class ExpertKernel:
@@ -289,7 +281,9 @@ class ExpertKernel:
             "OVERLAP": int(self.overlap),
         }
         source = KernelSource("expert", defines)
-        demand_registers(source, architecture(self.device), self.rows)
+        registers = registers_to_hand_over(architecture(self.device), self.rows)
+        if registers is not None:
+            demand_registers(source, architecture(self.device), registers)
         return kernel(source, "expert", self.device, sizes["SHARED_BYTES"])
 
     def prepare(self, modulation: Tensor) -> None:

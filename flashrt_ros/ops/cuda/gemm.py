@@ -19,6 +19,7 @@ from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
+from .registers import demand_registers
 from .rows import demand_heads
 from .tensor_map import TensorMap, grouped_map, launch_with_maps, tensor_map
 
@@ -26,6 +27,7 @@ ARCHITECTURE = "sm_90a"
 CODES = torch.float8_e4m3fn
 _CONSUMERS = 2  # warpgroups that multiply, unless a variant says otherwise
 MOST_ROWS = {2: 256, 3: 192}  # of a tile, by consumers: each thread has registers for so many sums
+REGISTERS = {2: 168, 3: 128}  # of a thread at its launch: 2 * 232 + 40 are 3 * 168, 3 * 160 + 32 are 4 * 128
 _CONSUMER_COLUMNS = 64  # weight rows of a tile, for each of them
 _STEP_BYTES = 128  # of a row of x or of the weights, in one stage
 _ROW_BYTES = 16  # rows of every matrix start at multiples of these
@@ -231,6 +233,7 @@ def _launch(
     if out.ndim == 3 and part_rows < -(-rows // tile) * tile:
         raise ShapeError(f"{op}: each part needs {-(-rows // tile) * tile} rows of 'out', got {part_rows}")
     units = -(-rows // tile) * column_tiles * parts
+    demand_registers(source, ARCHITECTURE, REGISTERS[consumers])
     launch_with_maps(
         int(kernel(source, "gemm", x.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(x.device).cuda_stream,

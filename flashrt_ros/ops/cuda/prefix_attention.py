@@ -18,6 +18,7 @@ from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .kernel import architecture, kernel
+from .registers import demand_registers
 from .rows import CODES, Quantiser, demand_heads, lone_scale
 from .tensor_map import heads_map, launch_with_maps, tensor_map
 
@@ -30,6 +31,7 @@ _BLOCKS = 2  # of a cluster, which share their rows
 _COLUMNS, _SWIZZLE = 64, 128  # of a box, and its bytes
 _USUAL = {"TILE_ROWS": 80, "KEY_BUFFERS": 2, "VALUE_BUFFERS": 2}  # keys of a tile; tiles that are under way
 _THREADS = 384
+REGISTERS = 168  # of a thread at its launch: 2 * 232 + 40 are 3 * 168
 
 
 def unsuited(device: torch.device) -> str:
@@ -67,6 +69,7 @@ def prefix_attention(
     source = prefix_attention_source({**(variant or {}), "OVERLAP": int(overlap), "OUT8": int(scale is not None)})
     rows, nbytes = query.shape[0], shared_bytes(source)
     tile = source.defines["TILE_ROWS"]
+    demand_registers(source, ARCHITECTURE, REGISTERS)
     launch_with_maps(
         int(kernel(source, _OP, query.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(query.device).cuda_stream,
