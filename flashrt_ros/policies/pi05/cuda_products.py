@@ -227,9 +227,7 @@ class CodesProduct(PackedProduct):
 
     def heads(self, x: Tensor, qkv: Tensor, heads: Heads, spare: Tensor) -> None:
         """See `Product`; nothing of `qkv` is written but the queries that lie in it."""
-        gemm.rotated_qkv(
-            x, self._codes, heads, behind=self._behind(), overlap=self.overlap, variant=self._variant
-        )  # fmt: skip
+        gemm.rotated_qkv(x, self._codes, heads, behind=self._behind(), overlap=self.overlap, variant=self._variant)
 
     def branch(self, x: Tensor, spare: Tensor) -> Tensor:
         """See `Product`."""
