@@ -65,9 +65,15 @@ def assert_untouched(behind: Tensor) -> None:
     assert behind.float().isnan().all()
 
 
+def places(codes: Tensor) -> Tensor:
+    """Codes counted from zero, so that neighbours differ by one; both zeros, 0x00 and 0x80, are one place."""
+    codes = codes.view(torch.uint8).int()
+    return torch.where(codes >= 0x80, 0x80 - codes, codes)
+
+
 def assert_nearly_all_equal(got: Tensor, expected: Tensor) -> None:
     """Codes of values that may differ in the last bit of a bfloat16: a few are their neighbours, none is further."""
-    got, expected = got.view(torch.uint8).int(), expected.int()
+    got, expected = places(got), places(expected)
     assert (got - expected).abs().max() <= 1
     assert (got == expected).float().mean() > 0.99
 
@@ -230,12 +236,6 @@ def test_geglu_of_codes(rows: int, to_codes: bool, variant: dict[str, int], over
     else:
         assert distance(out.double(), value) < SUMS
     assert_untouched(behind)
-
-
-def places(codes: Tensor) -> Tensor:
-    """Codes counted from zero, so that neighbours differ by one."""
-    codes = codes.view(torch.uint8).int()
-    return torch.where(codes >= 0x80, 0x80 - codes, codes)
 
 
 def assert_neighbours(got: Tensor, expected: Tensor) -> None:
