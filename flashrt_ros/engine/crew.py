@@ -33,12 +33,18 @@ class SharedWork(Generic[Result]):
         self._all_done = threading.Event()
         self._count()  # none is done yet, which may be all
         crew = _crew()
-        for _ in range(min(len(calls) - 1, crew.size)):
+        helpers = max(0, min(len(calls) - 1, crew.size))
+        self._on_their_way = deque(range(helpers))  # safe to take from by any thread
+        for _ in range(helpers):
             crew.call(self._help)
 
     def do_last(self) -> bool:
         """Make the last call that nobody has begun; False if there is none."""
         return self._do(self._left.pop)
+
+    def do_spare(self) -> bool:
+        """Make the last call that nobody has begun, if more are left than helpers are on their way; else False."""
+        return len(self._left) > len(self._on_their_way) and self.do_last()
 
     def finish(self) -> list[Result]:
         """The results in order, when all calls are made; raises what one of them raised."""
@@ -58,6 +64,7 @@ class SharedWork(Generic[Result]):
         self._all_done.wait()
 
     def _help(self) -> None:
+        self._on_their_way.pop()
         while self._do(self._left.popleft):
             pass
 

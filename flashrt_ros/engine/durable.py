@@ -30,7 +30,7 @@ from .errors import CapsuleFileError, CapsuleStorageError, DiskFullError, Foreig
 from .keeper import input_windows
 from .layout import Layout, live_layout
 from .noise import state_bytes
-from .payload import PIECE, PayloadReading, digest
+from .payload import LEAST_PIECE, PIECE, PayloadReading, digest
 from .versions import LedgerState
 
 SCHEMA = 1
@@ -73,11 +73,12 @@ def load_capsule(path: Path, name: str | None = None) -> Capsule:
             with _begin_reading(path, file, header) as payload:
                 payload.finish_reading()
                 tensors, manifest = _parse_header(path, header)  # meanwhile, and so on until the digest is asked for
+                piece_bytes = _piece_bytes(path, manifest)
                 contract, offsets = _contract(path, manifest)
                 layout = live_layout(contract, offsets, manifest["extents"])
                 _check_table(path, tensors, layout, len(payload.block) + len(payload.generator))
                 capsule = _rebuild(manifest, payload, contract, layout, name)
-                if manifest["sha256"] != payload.digest():
+                if manifest["sha256"] != payload.digest(piece_bytes):
                     raise CapsuleFileError(path, "sha256", "the payload was altered")
             return capsule
     except OSError as error:
@@ -116,7 +117,7 @@ def describe_capsule(path: Path) -> CapsuleDescription:
         raise CapsuleFileError(path, str(error.args[0]), "the manifest is incomplete") from None
 
 
-def _header(capsule: Capsule, payload: tuple[np.ndarray, ...]) -> bytes:
+def _header(capsule: Capsule, payload: tuple[np.ndarray, np.ndarray]) -> bytes:
     ledger = capsule.state.ledger
     manifest = {
         "format": _FORMAT,
@@ -229,6 +230,15 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     if recorded != hashlib.sha256(text.encode()).hexdigest():
         raise CapsuleFileError(path, "manifest", "the manifest was altered")
     return tensors, manifest
+
+
+def _piece_bytes(path: Path, manifest: Mapping[str, Any]) -> int:
+    """The size of pieces that the payload was digested in when the file was written."""
+    recorded = manifest.get("sha256_piece_bytes")
+    if type(recorded) is not int or recorded < LEAST_PIECE:  # True is an int, too
+        reason = f"pieces of {recorded!r} bytes are not digested; a size is a whole number from {LEAST_PIECE}"
+        raise CapsuleFileError(path, "sha256_piece_bytes", reason)
+    return recorded
 
 
 @lru_cache(maxsize=8)

@@ -14,11 +14,14 @@ import numpy as np
 from .crew import SharedWork
 
 PIECE = 1 << 20  # bytes of one digest
+LEAST_PIECE = 64 << 10  # smaller ones would take longer to hand out than to digest
+_LONGEST_WAIT = 0.005  # seconds
 
 
-def digest(block: np.ndarray, generator: np.ndarray) -> str:
-    """SHA-256 over the SHA-256 digests of the block's pieces of 1 MiB and of the generator, in hexadecimal."""
-    pieces = [block[start : start + PIECE].data for start in range(0, len(block), PIECE)] + [generator.data]
+def digest(block: np.ndarray, generator: np.ndarray, piece_bytes: int = PIECE) -> str:
+    """SHA-256 over the SHA-256 digests of the block's pieces of `piece_bytes` and of the generator, in hexadecimal."""
+    starts = range(0, len(block), piece_bytes)
+    pieces = [block[start : start + piece_bytes].data for start in starts] + [generator.data]
     return _root(SharedWork([partial(_sha256, piece) for piece in pieces]).finish())
 
 
@@ -37,13 +40,14 @@ class PayloadReading:
     def __init__(self, file: FileIO, start: int, block_bytes: int, generator_bytes: int) -> None:
         data = np.empty(block_bytes + generator_bytes, dtype=np.uint8)
         self.block, self.generator = data[:block_bytes], data[block_bytes:]
+        target = data.data
         cuts = [*range(0, block_bytes, PIECE), block_bytes, len(data)]
         self._descriptor = file.fileno()
         self._pieces = len(cuts) - 1
         self._read = count(1)  # safe to advance by any thread
         self._all_read = threading.Event()
         self._work = SharedWork(
-            [partial(self._read_and_digest, start + begin, data[begin:end].data) for begin, end in pairwise(cuts)]
+            [partial(self._read_and_digest, start + begin, target[begin:end]) for begin, end in pairwise(cuts)]
         )
 
     def __enter__(self) -> PayloadReading:
@@ -56,15 +60,22 @@ class PayloadReading:
         """Return when all is read or broke off, and what others took is still being digested.
 
         They do that without the interpreter, which they need before. So what this thread does next costs no time, and
-        would hold them up earlier.
+        would hold them up earlier. Of the pieces it takes those that others cannot begin at once, as it would digest
+        another one while nobody does what comes next. It does not wait for long: a slow disk, or helpers that are busy
+        elsewhere, are no reason to do nothing.
         """
-        while self._work.do_last():
+        while self._work.do_spare():
             pass
-        self._all_read.wait()
+        self._all_read.wait(_LONGEST_WAIT)
 
-    def digest(self) -> str:
-        """What `digest` says of the bytes that were read, after the rest of them; OSError if they could not be."""
-        return _root(self._work.finish())
+    def digest(self, piece_bytes: int = PIECE) -> str:
+        """What `digest` says of the bytes that were read, after the rest of them; OSError if they could not be.
+
+        They were digested in pieces of PIECE, which is known before the file's manifest is parsed. For pieces of
+        another size, which files of other versions may have, they are digested once more.
+        """
+        digests = self._work.finish()
+        return _root(digests) if piece_bytes == PIECE else digest(self.block, self.generator, piece_bytes)
 
     def _read_and_digest(self, offset: int, target: memoryview) -> bytes:
         try:

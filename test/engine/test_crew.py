@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from flashrt_ros.engine import crew
 from flashrt_ros.engine.crew import SharedWork
 
 
@@ -36,8 +39,31 @@ def test_every_call_is_made_once() -> None:
 def test_no_calls_are_done_at_once() -> None:
     work: SharedWork[bytes] = SharedWork([])
     assert not work.do_last()
+    assert not work.do_spare()
     assert work.finish() == []
     work.abandon()
+
+
+@pytest.mark.parametrize(("helpers", "spare"), [(0, 5), (1, 4), (3, 2), (15, 1)])
+def test_calls_that_helpers_on_their_way_can_make_are_left_to_them(
+    monkeypatch: pytest.MonkeyPatch, helpers: int, spare: int
+) -> None:
+    asked: list[Callable[[], object]] = []  # helpers that have yet to come
+    monkeypatch.setattr(crew, "_crew", lambda: SimpleNamespace(size=helpers, call=asked.append))
+    work = SharedWork([partial(_slow, n) for n in range(5)])
+    assert [work.do_spare() for _ in range(6)] == [True] * spare + [False] * (6 - spare)
+    for help_out in asked:
+        help_out()
+    assert not work.do_spare()
+    assert work.finish() == [bytes([n]) for n in range(5)]
+
+
+def test_what_no_helper_came_for_is_done_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "_crew", lambda: SimpleNamespace(size=2, call=lambda help_out: None))
+    work = SharedWork([partial(_slow, n) for n in range(5)])
+    while work.do_spare():
+        pass
+    assert work.finish() == [bytes([n]) for n in range(5)]
 
 
 def test_one_call_is_made_by_the_thread_that_asks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -107,7 +108,7 @@ def test_windows_that_awaited_filling_still_do_after_loading(folder: CapsuleFold
 
 def test_windows_that_were_never_filled_need_it_whatever_the_file_says(folder: CapsuleFolder) -> None:
     session, path = saved(folder)
-    _rewrite_manifest(path, {"versions": {**session.versions, "noise": 0}, "unfilled": ["nothing"]})
+    rewrite_manifest(path, {"versions": {**session.versions, "noise": 0}, "unfilled": ["nothing"]})
     assert folder.load("task").state.unfilled == {"noise"}
 
 
@@ -217,7 +218,7 @@ class TestDamage:
         self, folder: CapsuleFolder, field: str, value: object, error: type[CapsuleFileError]
     ) -> None:
         _, path = saved(folder)
-        _rewrite_manifest(path, {field: value})
+        rewrite_manifest(path, {field: value})
         with pytest.raises(error) as caught:
             folder.load("task")
         assert caught.value.field in (field, "manifest", "regions")
@@ -320,10 +321,8 @@ while True:
     assert folder.names() == ("task",)
 
 
-def _rewrite_manifest(path: Path, changes: dict[str, object]) -> None:
+def rewrite_manifest(path: Path, changes: dict[str, object]) -> None:
     """Change manifest fields and seal the manifest again, as a buggy or hostile writer would."""
-    import hashlib
-
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
