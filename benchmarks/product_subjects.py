@@ -13,16 +13,15 @@ import torch.nn.functional as F
 from _gpu import distance
 from torch import Tensor
 
-from flashrt_ros.ops.cuda import gemm
+from flashrt_ros.ops.cuda import gemm_tiling
 from flashrt_ros.ops.cuda.gemm import CODES, Behind
 from flashrt_ros.ops.padding import padded_size
 from flashrt_ros.policies.pi05.config import Pi05Config
-from flashrt_ros.policies.pi05.cuda_products import CONSUMERS, PARTS_OF_K
+from flashrt_ros.policies.pi05.cuda_products import PARTS_OF_K
 from flashrt_ros.precision import e4m3
 
 TWO_VIEWS = Pi05Config(views=("left", "right"), state_names=("joint",), action_names=("joint",))
 _SPREAD = 60.0  # standard deviation of drawn codes, an eighth of the largest
-_USUAL_CONSUMERS, _CONSUMER_OUTPUTS = 2, 64  # warpgroups that multiply, outputs of a tile for each
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Product:
     bias: bool = False
     tiles: tuple[int, ...] = ()
     parts: tuple[int, ...] = (1,)
-    consumers: tuple[int, ...] = (_USUAL_CONSUMERS,)
+    consumers: tuple[int, ...] = (2,)
     rings: tuple[int, ...] = (0,)  # stages; 0: as many as there is memory for
 
     @property
@@ -54,11 +53,10 @@ class Product:
 
     def in_use(self, processors: int) -> dict[str, int]:
         """The variant that the fused stages take on a GPU of so many multiprocessors."""
-        wide = self.operands == "bf16"
-        parts = 1 if wide else PARTS_OF_K.get(self.site, 1)
-        consumers = _USUAL_CONSUMERS if wide else CONSUMERS.get(self.site, _USUAL_CONSUMERS)
-        units = -(-self.outputs // (_CONSUMER_OUTPUTS * consumers)) * parts
-        return _variant(gemm.tile_rows(self.rows, units, processors, consumers), parts, consumers)
+        parts = 1 if self.operands == "bf16" else PARTS_OF_K.get(self.site, 1)
+        rotated = 2 if self.site == "prefix.qkv" else None  # three consumers have no whole heads
+        cut = gemm_tiling.tiling(self.rows, self.outputs, parts, processors, rotated)
+        return {"tile_rows": cut.rows, "parts": parts, "consumers": cut.consumers}
 
     def variants(self, processors: int) -> Iterator[dict[str, int]]:
         """Choices of the own kernel; what is in use is among them."""
@@ -66,14 +64,9 @@ class Product:
         tiles = dict.fromkeys((used["tile_rows"], *self.tiles))
         parts = dict.fromkeys((used["parts"], *self.parts))
         for tile, part, consumers, ring in combinations(tiles, parts, self.consumers, self.rings):
-            if tile <= gemm.MOST_ROWS[consumers]:
-                yield _variant(tile, part, consumers) | ({"stages": ring} if ring else {})
-
-
-def _variant(tile: int, parts: int, consumers: int) -> dict[str, int]:
-    """Choices as a result names them; the usual number of consumers goes without saying."""
-    named = {"consumers": consumers} if consumers != _USUAL_CONSUMERS else {}
-    return {"tile_rows": tile, "parts": parts, **named}
+            if tile <= gemm_tiling.MOST_ROWS[consumers]:
+                variant = {"tile_rows": tile, "parts": part, "consumers": consumers}
+                yield variant | ({"stages": ring} if ring else {})
 
 
 def products(config: Pi05Config = TWO_VIEWS) -> tuple[Product, ...]:
@@ -93,9 +86,9 @@ def products(config: Pi05Config = TWO_VIEWS) -> tuple[Product, ...]:
         of("vision.down", seen, hidden, vision, bias=True, tiles=(256, 176, 128, 80), parts=(2, 3, 4, 7)),
         of("prefix.qkv", read, width, packed, tiles=(240, 192, 144, 128, 120)),
         of("prefix.output", read, config.query_width, width, tiles=(240, 192, 184, 144, 96), parts=(1, 2, 4)),
-        of("prefix.gate_up", read, width, 2 * wide, behind="geglu", tiles=(240, 144, 120), rings=(0, 3)),
-        of("prefix.down", read, wide, width, tiles=(240, 192, 184, 144), parts=(2, 3, 4, 5, 8, 11)),
-        of("prefix.gate_up", read, width, 2 * wide, operands="bf16", behind="geglu", tiles=(240,)),
+        of("prefix.gate_up", read, width, 2 * wide, behind="geglu", tiles=(240, 144), consumers=(2, 3), rings=(0, 3)),
+        of("prefix.down", read, wide, width, tiles=(240, 184, 144), parts=(2, 3, 4, 5, 8), consumers=(2, 3)),
+        of("prefix.gate_up", read, width, 2 * wide, operands="bf16", behind="geglu", tiles=(240,), consumers=(2, 3)),
     )  # fmt: skip
 
 

@@ -1,14 +1,19 @@
 // Matrix product on Hopper's warpgroup instructions (sm_90a), with the step behind it in its epilogue:
 //   out = epilogue(x @ weights^T),  x [rows, K], weights [outputs, K], out [rows, ...]; sums in float32.
 //
-// A tile is kColumns rows of `weights` (the instruction's M, 64 for each consumer warpgroup) by TILE_ROWS rows of x (its
-// N, any multiple of 8): a count of rows that is no multiple of 128 wastes little. One thread of another warpgroup
-// streams both through a ring of stages. The grid is resident: each block works on tile after tile, the row
-// tiles of one column tile at the same time, so that a weight is fetched from memory once. Where there are few tiles,
-// several blocks share one, each with a part of K, and write parts that the next kernel adds.
+// A tile is kColumns rows of `weights` (the instruction's M, 64 for each consumer warpgroup) by TILE_ROWS rows of x
+// (its N, any multiple of 8): a count of rows that is no multiple of 128 wastes little. Both are streamed through a
+// ring of stages. The grid is resident: each block works on tile after tile, the row tiles of one column tile at the
+// same time, so that a weight is fetched from memory once. Where there are few tiles, several blocks share one, each
+// with a part of K, and write parts that the next kernel adds.
+//
+// Two consumers are fed by one thread of a producer warpgroup, which hands them its registers. Three leave no room for
+// another warpgroup: what a launch gives to four is less than the compiler wants for tall tiles, whatever they hand
+// over. There the warp that is the last one to have read a stage asks for what comes into its slot next, so that no
+// warp waits for a slot to become free, and a consumer may be ahead of another one by all stages of the ring.
 //
 // TILE_ROWS, STAGES, CONSUMERS (two or three warpgroups). FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU,
-// OUT8, ROW_SCALE: see gemm_epilogue.cuh. ROTARY: see gemm_rotary.cuh.
+// OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY: see gemm_rotary.cuh.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "gemm.cu is written for sm_90a: no other architecture has its matrix instructions"
 #endif
@@ -28,7 +33,9 @@
 #define CONSUMERS 2
 #endif
 
-constexpr int kGroupThreads = 128, kConsumers = CONSUMERS, kThreads = kGroupThreads * (1 + kConsumers);
+constexpr int kGroupThreads = 128, kConsumers = CONSUMERS;
+constexpr bool kHasProducer = kConsumers == 2;
+constexpr int kThreads = kGroupThreads * (kConsumers + kHasProducer);
 constexpr int kConsumerWarps = kConsumers * kGroupThreads / kWarpSize;
 constexpr int kColumns = 64 * kConsumers;
 constexpr bool kPairs = GEGLU || ROTARY;  // each thread has both weight rows of a pair: gate and up, or halves of a head
@@ -38,8 +45,12 @@ constexpr int kStep = FP8 ? kStepBytes : kStepBytes / 2;
 constexpr int kWeightBytes = kColumns * kStepBytes, kRowBytes = TILE_ROWS * kStepBytes;
 constexpr int kStageBytes = kWeightBytes + kRowBytes;
 constexpr int kOutColumns = kPairs ? 32 : 64;  // of out, in a consumer's part of a tile; with ROTARY of both halves each
-constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32, kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-static_assert(kConsumers == 2 || kConsumers == 3 && TILE_ROWS <= 192, "registers for the sums of each consumer");
+// Tiles of few rows need few registers: the compiler gives to each thread what a launch of kRegisterThreads would have. The
+// rest is for blocks of the kernels in front and behind, which stay or begin on the same multiprocessor meanwhile.
+constexpr bool kIsLow = TILE_ROWS <= 128, kHandsOver = kHasProducer && !kIsLow;
+constexpr int kRegisterThreads = kIsLow ? 640 : kThreads;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // where registers are handed over
+static_assert(kConsumers == 2 || kConsumers == 3 && TILE_ROWS <= 240, "registers for the sums of each consumer");
 static_assert(TILE_ROWS % 8 == 0 && TILE_ROWS <= 256, "rows of a tile");
 static_assert(kStageBytes % 1024 == 0, "swizzle atoms");
 static_assert(STAGES >= 2, "one stage is fetched while another is read");
@@ -60,7 +71,7 @@ struct Tile {
 // Shared memory: stages, then out of each consumer, then the scales of each consumer, then the barriers.
 constexpr int kOutAt = STAGES * kStageBytes;
 constexpr int kScalesAt = kOutAt + kConsumers * kOutBytes;
-constexpr int kBarriersAt = kScalesAt + kConsumers * TILE_ROWS * 4;
+constexpr int kBarriersAt = kScalesAt + (ROW_SCALE ? kConsumers * TILE_ROWS * 4 : 0);
 
 // The tiles of this block, one after the other.
 struct Schedule {
@@ -86,7 +97,30 @@ struct Schedule {
   }
 };
 
-// Where one side stands in the ring; full and empty barriers are u64 in shared memory.
+// The tile that a block works on and, where consumers themselves ask for it, the one behind it; if there are such.
+struct Work {
+  Schedule schedule;  // of what is behind them
+  Tile tile, next;
+  bool has_tile, has_next = false;
+
+  __device__ explicit Work(const Schedule& from) : schedule(from), tile{}, next{} {
+    has_tile = schedule.take(tile);
+    if (!kHasProducer) has_next = schedule.take(next);
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (kHasProducer) {
+      has_tile = schedule.take(tile);
+    } else {
+      tile = next;
+      has_tile = has_next;
+      has_next = schedule.take(next);
+    }
+  }
+};
+
+// Where one side stands in the ring; full and empty barriers are u64 in shared memory. Without a producer a counter of
+// the warps that have read the stage lies in the place of an empty barrier.
 struct Place {
   int slot = 0;
   u32 parity = 0;
@@ -102,6 +136,21 @@ struct Place {
 __device__ __forceinline__ u32 full_barrier(u32 shared, int slot) { return shared + kBarriersAt + slot * 8; }
 __device__ __forceinline__ u32 empty_barrier(u32 shared, int slot) { return full_barrier(shared, STAGES + slot); }
 
+// Counts up to `last`, then from zero again; the count before. As ordered as an arrival and a wait: what is in front of
+// it in other threads that have counted, is in front of what is behind it in this one.
+__device__ __forceinline__ u32 count_around(u32 counter, u32 last) {
+  u32 before;
+  asm volatile("atom.acq_rel.cta.shared::cta.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(counter), "r"(last)
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ void counter_init(u32 counter) {
+  asm volatile("st.shared::cta.u32 [%0], 0;" ::"r"(counter) : "memory");
+}
+
 // What one thread streams into the ring.
 struct Feed {
   u32 shared;
@@ -113,6 +162,26 @@ struct Feed {
   __device__ static int early(const Tile& tile) { return min(STAGES, tile.last - tile.first); }
 
   __device__ void expect(int slot) const { barrier_expect(full_barrier(shared, slot), kStageBytes); }
+
+  __device__ void fetch(int slot, int step, const Tile& tile) const {
+    expect(slot);
+    fetch_weights(slot, step, tile);
+    fetch_x(slot, step, tile);
+  }
+
+  // Without a producer: what comes into a slot that is free. `step` is counted from the steps of work.tile on, over all
+  // tiles behind it.
+  __device__ void refill(int slot, int step, const Work& work) const {
+    if (step < work.tile.last) return fetch(slot, step, work.tile);
+    step -= work.tile.last;
+    Schedule schedule = work.schedule;
+    Tile tile = work.next;
+    for (bool more = work.has_next; more; more = schedule.take(tile)) {
+      const int steps = tile.last - tile.first;
+      if (step < steps) return fetch(slot, tile.first + step, tile);
+      step -= steps;
+    }
+  }
 
   // Groups of 8 weight rows; with pairs of 8 rows and those 8 that form pairs with them.
   __device__ void fetch_weights(int slot, int step, const Tile& tile) const {
@@ -159,9 +228,7 @@ __device__ __forceinline__ void produce(const Feed& feed, Schedule schedule) {
   do {
     for (int step = tile.first; step < tile.last; ++step) {
       barrier_wait(empty_barrier(feed.shared, at.slot), at.parity ^ 1);
-      feed.expect(at.slot);
-      feed.fetch_weights(at.slot, step, tile);
-      feed.fetch_x(at.slot, step, tile);
+      feed.fetch(at.slot, step, tile);
       at.advance();
     }
 #if ROTARY
@@ -173,73 +240,92 @@ __device__ __forceinline__ void produce(const Feed& feed, Schedule schedule) {
   } while (schedule.take(tile));
 }
 
-// One warp of a consumer: it has read the stage.
-__device__ __forceinline__ void release(u32 shared, int slot) {
-  if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty_barrier(shared, slot));
+// Without a producer, one thread: x of the stages whose weights are on their way, and all of the others.
+__device__ __forceinline__ void fill(const Feed& feed, const Work& work) {
+  if (!work.has_tile) return;
+  const int early = Feed::early(work.tile);
+  for (int i = 0; i < early; ++i) feed.fetch_x(i, work.tile.first + i, work.tile);
+  for (int i = early; i < STAGES; ++i) feed.refill(i, work.tile.first + i, work);
+}
+
+// One warp of a consumer: it has read the stage of that step of work.tile.
+__device__ __forceinline__ void release(const Feed& feed, int slot, int step, const Work& work) {
+  if (threadIdx.x % kWarpSize != 0) return;
+  const u32 empty = empty_barrier(feed.shared, slot);
+  if (kHasProducer) return barrier_arrive(empty);
+  if (count_around(empty, kConsumerWarps - 1) == kConsumerWarps - 1) feed.refill(slot, step + STAGES, work);
 }
 
 // sums = this consumer's 64 rows of the weight tile times the tile of x. `meanwhile` is called while the last products
 // run.
 template <class Call>
-__device__ __forceinline__ void accumulate(float (&sums)[TILE_ROWS / 2], u32 shared, int consumer, int steps,
-                                           Place& at, Call meanwhile) {
+__device__ __forceinline__ void accumulate(float (&sums)[TILE_ROWS / 2], const Feed& feed, int consumer,
+                                           const Work& work, Place& at, Call meanwhile) {
+  const u32 shared = feed.shared;
   const u32 weights = tile_start(shared + consumer * 64 * kStepBytes), x = tile_start(shared + kWeightBytes);
+  const int first = work.tile.first, last = work.tile.last;
   int before = 0;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = first; step < last; ++step) {
     const u32 stage = at.slot * kStageBytes;
     barrier_wait(full_barrier(shared, at.slot), at.parity);
     products_begin();
 #pragma unroll
     for (u32 bytes = 0; bytes < kStepBytes; bytes += 32)
-      multiply(sums, further(weights, stage + bytes), further(x, stage + bytes), step > 0 || bytes > 0);
+      multiply(sums, further(weights, stage + bytes), further(x, stage + bytes), step > first || bytes > 0);
     products_commit();
-    if (step > 0) {
+    if (step > first) {
       products_wait<1>();
-      release(shared, before);
+      release(feed, before, step - 1, work);
     }
     before = at.slot;
     at.advance();
   }
   meanwhile();
   products_finish(sums);
-  release(shared, before);
+  release(feed, before, last - 1, work);
 }
 
 #if ROTARY
 // Behind the products of a tile: takes its cosines and sines out of the ring, rotates and stores.
-__device__ __forceinline__ void rotate_and_store(const float (&sums)[TILE_ROWS / 2], const Outputs& outputs, u32 shared,
-                                                 const TensorMap& map, const Rotary& rotary, const Tile& tile,
+__device__ __forceinline__ void rotate_and_store(const float (&sums)[TILE_ROWS / 2], const Outputs& outputs,
+                                                 const Feed& feed, const TensorMap& map, const Work& work,
                                                  int consumer, Place& at) {
+  const u32 shared = feed.shared;
+  const Rotary& rotary = feed.rotary;
   u32 tables[2] = {};
   int slots[2] = {};
-  const bool rotates = rotary.rotates(tile);
+  const bool rotates = rotary.rotates(work.tile);
   for (int half = 0; half < 2 && rotates; ++half, at.advance()) {
     barrier_wait(full_barrier(shared, at.slot), at.parity);
     slots[half] = at.slot;
     tables[half] = shared + at.slot * kStageBytes;
   }
-  rotary_epilogue(sums, outputs, rotates, tables, shared + kOutAt + consumer * kOutBytes, map, rotary, tile, consumer);
-  for (int half = 0; half < 2 && rotates; ++half) release(shared, slots[half]);  // behind a barrier of the epilogue
+  rotary_epilogue(sums, outputs, rotates, tables, shared + kOutAt + consumer * kOutBytes, map, rotary, work.tile,
+                  consumer);
+  for (int half = 0; half < 2 && rotates; ++half)  // behind a barrier of the epilogue
+    release(feed, slots[half], work.tile.last + half, work);
 }
 #endif
 
-__device__ __forceinline__ void consume(u32 shared, float* scales, const TensorMap& map, const Rotary& rotary,
-                                        const Operands& operands, Schedule schedule, int rows, int consumer) {
+__device__ __forceinline__ void consume(const Feed& feed, float* scales, const TensorMap& map,
+                                        const Operands& operands, Work work, int rows, int consumer) {
   const int thread = threadIdx.x % kGroupThreads;
+  const u32 out = feed.shared + kOutAt + consumer * kOutBytes;
   float sums[TILE_ROWS / 2];
   Place at;
-  Tile tile, next;
   const float inverse = OUT8 ? inverse_of(operands.out_scale) : 1.0f;
   int scales_of = -1;
-  bool first = true, more = schedule.take(tile);
-  while (more) {
+  bool first = true;
+  while (work.has_tile) {
+    const Tile& tile = work.tile;
     const Outputs outputs(operands, tile, consumer, inverse);
-    accumulate(sums, shared, consumer, tile.last - tile.first, at, [&] { more = schedule.take(next); });
+    Work behind = work;
+    accumulate(sums, feed, consumer, work, at, [&] { behind.advance(); });
     if (ROW_SCALE && first) overlap_wait();
     first = false;
 #if ROTARY
-    rotate_and_store(sums, outputs, shared, map, rotary, tile, consumer, at);
+    rotate_and_store(sums, outputs, feed, map, work, consumer, at);
 #else
     if (ROW_SCALE && tile.row != scales_of) {
       consumer_barrier(consumer);
@@ -249,9 +335,9 @@ __device__ __forceinline__ void consume(u32 shared, float* scales, const TensorM
       }
       scales_of = tile.row;  // the epilogue's first barrier stands between these writes and their use
     }
-    epilogue(sums, scales, outputs, shared + kOutAt + consumer * kOutBytes, map, operands, tile, rows, consumer);
+    epilogue(sums, scales, outputs, out, map, operands, tile, rows, consumer);
 #endif
-    tile = next;
+    work = behind;
   }
   if (!OUT8 && is_storer(thread)) stores_done();
 }
@@ -262,7 +348,7 @@ __device__ __forceinline__ void consume(u32 shared, float* scales, const TensorM
 // least one. Boxes of the maps: weights kStep x 8 x (pairs: 2) x kColumns / 8 (pairs: / 16), x TILE_ROWS x kStep, both
 // swizzled over 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes; key, value as out; rope as x. The
 // grid has at most as many blocks as there are tiles times parts. With ROTARY parts is 1.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kRegisterThreads, 1)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const __grid_constant__ TensorMap out,
 #if ROTARY
@@ -287,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefetch_map(out);
     for (int slot = 0; slot < STAGES; ++slot) {
       barrier_init(full_barrier(shared, slot), 1);
-      barrier_init(empty_barrier(shared, slot), kConsumerWarps);
+      if (kHasProducer) barrier_init(empty_barrier(shared, slot), kConsumerWarps);
+      else counter_init(empty_barrier(shared, slot));
     }
     barriers_publish();
     produce_early(feed, schedule);
@@ -295,13 +382,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   overlap_trigger();
   const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);  // known to be one for a warp
-  if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+  const int consumer = group - kHasProducer;
+  float* scales = reinterpret_cast<float*>(memory + kScalesAt) + consumer * TILE_ROWS;
+  const Operands operands{scale, factor, bias, out_scale, codes, outputs, part_rows};
+  if (!kHasProducer) {
+    const Work work(schedule);
+    if (!ROW_SCALE) overlap_wait();
+    if (threadIdx.x == 0) fill(feed, work);
+    __syncwarp();
+    consume(feed, scales, out, operands, work, rows, consumer);
+  } else if (group == 0) {
+    if (kHandsOver) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
     if (threadIdx.x == 0) produce(feed, schedule);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    float* scales = reinterpret_cast<float*>(memory + kScalesAt) + (group - 1) * TILE_ROWS;
-    consume(shared, scales, out, rotary, Operands{scale, factor, bias, out_scale, codes, outputs, part_rows}, schedule,
-            rows, group - 1);
+    if (kHandsOver) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+    consume(feed, scales, out, operands, Work(schedule), rows, consumer);
   }
 }

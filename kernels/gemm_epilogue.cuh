@@ -3,7 +3,7 @@
 // ROW_SCALE 1: each row of x has a factor (`scale`). 0: each output has one (`factor`), and a bias. GELU: gelu_tanh
 // behind it. GEGLU: `weights` hold all gates, then all ups; out [rows, outputs / 2] = gelu_tanh(gate) * up. Otherwise out
 // [rows, outputs]. OUT8: E4M3 codes under `out_scale` instead of bfloat16; those of the bfloat16 that would have been
-// stored, or behind an activation those of half precision, see gelu_tanh_halves.
+// stored, or behind an activation those of half precision, see gelu_tanh_halves. CHUNKS: see below.
 #pragma once
 #include "quantise.cuh"
 
@@ -14,17 +14,26 @@
 #define GELU 0
 #endif
 
-// A consumer stages a chunk of its rows at a time, with all of its columns, so that all of its warps compute.
+// Rows of a tile that are staged in the same lines: of an instruction's matrix, with OUT8 of two.
 constexpr int kMatrices = TILE_ROWS / 8;
+constexpr int kUnitMatrices = OUT8 ? 2 : 1, kUnits = (kMatrices + kUnitMatrices - 1) / kUnitMatrices;
+
+// A consumer stages a chunk of its rows at a time, with all of its columns, so that all of its warps compute: in CHUNKS
+// chunks, of which many need little memory.
+#ifdef CHUNKS
+constexpr int kChunks = CHUNKS;
+#else
 constexpr int kChunks = OUT8 || ROTARY || kMatrices == 1 ? 1 : 2;
-constexpr int kChunkMatrices = (kMatrices + kChunks - 1) / kChunks;  // the largest chunk's
+#endif
+static_assert(0 < kChunks && kChunks <= kUnits && (kChunks == 1 || !ROTARY), "no chunk is empty");
+constexpr int kChunkUnits = (kUnits + kChunks - 1) / kChunks;  // the largest chunk's
 
-__host__ __device__ constexpr int first_matrix(int chunk) { return chunk * kMatrices / kChunks; }
+__host__ __device__ constexpr int first_unit(int chunk) { return chunk * kUnits / kChunks; }
 
-// A chunk that the compiler knows: sums stay in registers only if it knows which ones are meant.
+// A chunk that the compiler knows, in units: sums stay in registers only if it knows which ones are meant.
 template <int NUMBER>
 struct Chunk {
-  static constexpr int kFirst = first_matrix(NUMBER), kLast = first_matrix(NUMBER + 1);
+  static constexpr int kFirst = first_unit(NUMBER), kLast = first_unit(NUMBER + 1);
 };
 
 // Calls with each chunk.
@@ -35,12 +44,12 @@ __device__ __forceinline__ void for_chunks(Call call) {
 }
 
 // One copy stores whole chunks if all are of one size, otherwise the 8 rows of a matrix.
-constexpr int kBoxMatrices = kMatrices % kChunks == 0 ? kChunkMatrices : 1;
+constexpr int kBoxMatrices = kUnits % kChunks == 0 ? kChunkUnits : 1;
 
 // The staged output: rows of bfloat16, or with OUT8 rows of 16-bit pairs of codes, those of two rows in one column. With
 // ROTARY first halves of heads, then second ones.
 constexpr int kLineBytes = kOutColumns * 2;
-constexpr int kOutLines = OUT8 ? (kMatrices + 1) / 2 * 8 : kChunkMatrices * 8;
+constexpr int kOutLines = kChunkUnits * 8;
 constexpr int kOutBytes = (ROTARY ? 2 : 1) * kOutLines * kLineBytes;
 static_assert(kOutBytes % (8 * kLineBytes) == 0, "swizzle atoms");
 
@@ -202,20 +211,21 @@ __device__ __forceinline__ u32 staged(u32 out, int line, int group) {
 }
 
 #if OUT8
-// A warp stages 8 columns, group `group`, of all rows of the tile. Pairs of rows of two matrices make one of 8 lines:
-// line 8 * w + i holds rows 16 * w + 2 * i and the one behind it. codes(m): of this thread's two rows of matrix m.
-template <class Codes>
-__device__ __forceinline__ void stage_columns(u32 out, int group, Codes codes) {
+// A warp stages 8 columns, group `group`, of the rows of a chunk. Pairs of rows of two matrices make one of 8 lines:
+// line 8 * w + i holds rows 16 * w + 2 * i of the chunk and the one behind it. codes(m): of this thread's two rows of
+// matrix m.
+template <int NUMBER, class Codes>
+__device__ __forceinline__ void stage_columns(u32 out, int group, Chunk<NUMBER>, Codes codes) {
+  constexpr int kFirst = Chunk<NUMBER>::kFirst, kLast = Chunk<NUMBER>::kLast, kRest = kFirst + (kLast - kFirst) / 4 * 4;
   const int lane = threadIdx.x % kWarpSize, line = lane % 8 / 2 + lane % 2 * 4;
   const auto two = [&](int w) -> u32 { return codes(2 * w) | (2 * w + 1 < kMatrices ? codes(2 * w + 1) << 16 : 0); };
-  constexpr int kWords = (kMatrices + 1) / 2, kFours = kWords / 4 * 4;
 #pragma unroll
-  for (int w = 0; w < kFours; w += 4) {
+  for (int w = kFirst; w < kRest; w += 4) {
     const u32 four[4] = {two(w), two(w + 1), two(w + 2), two(w + 3)};
-    store_matrices_transposed(staged(out, 8 * (w + lane / 8) + line, group), four);
+    store_matrices_transposed(staged(out, 8 * (w - kFirst + lane / 8) + line, group), four);
   }
 #pragma unroll
-  for (int w = kFours; w < kWords; ++w) store_matrix_transposed(staged(out, 8 * w + line, group), two(w));
+  for (int w = kRest; w < kLast; ++w) store_matrix_transposed(staged(out, 8 * (w - kFirst) + line, group), two(w));
 }
 
 __device__ __forceinline__ uint4 load_staged(u32 shared) {
@@ -227,19 +237,22 @@ __device__ __forceinline__ uint4 load_staged(u32 shared) {
   return v;
 }
 
-// Stores all rows of the tile, from column `column`: each thread 16 codes of two rows in a turn. From turn to turn only
+// Stores the rows of a chunk, from column `column`: each thread 16 codes of two rows in a turn. From turn to turn only
 // the line changes, by a multiple of the 8 after which the swizzle comes back. All turns load before the first stores;
 // in place of lines that are not there the last ones are read, so that nobody branches.
-__device__ __forceinline__ void send_codes(u32 out, const Operands& operands, int column, const Tile& tile,
-                                           int rows) {
+template <int NUMBER>
+__device__ __forceinline__ void send_codes(u32 out, const Operands& operands, int column, const Tile& tile, int rows,
+                                           Chunk<NUMBER>) {
   constexpr int kValues = 16, kPieces = kOutColumns / kValues, kTurnLines = kGroupThreads / kPieces;
-  constexpr int kLines = TILE_ROWS / 2, kTurns = (kLines + kTurnLines - 1) / kTurnLines;
+  constexpr int kFirst = Chunk<NUMBER>::kFirst * 16, kEnd = Chunk<NUMBER>::kLast * 16;
+  constexpr int kRows = (kEnd < TILE_ROWS ? kEnd : TILE_ROWS) - kFirst;
+  constexpr int kLines = kRows / 2, kTurns = (kLines + kTurnLines - 1) / kTurnLines;
   static_assert(kTurnLines % 8 == 0 && kOutLines % 8 == 0, "lines of equal swizzle");
   const int columns = operands.columns(), thread = threadIdx.x % kGroupThreads;
   const int line = thread / kPieces, piece = thread % kPieces, at = column + piece * kValues;
-  const int row = tile.row * TILE_ROWS + 2 * line;
+  const int row = tile.row * TILE_ROWS + kFirst + 2 * line;
   const u32 from[2] = {staged(out, line, 2 * piece), staged(out, line, 2 * piece + 1)};
-  const int left = at < columns ? min(rows - row, TILE_ROWS - 2 * line) : 0;  // rows of the tile for this thread
+  const int left = at < columns ? min(rows - row, kRows - 2 * line) : 0;  // rows of the chunk for this thread
   uint4 v[kTurns][2];
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
@@ -296,13 +309,15 @@ __device__ __forceinline__ void epilogue(const float (&sums)[TILE_ROWS / 2], con
   const int thread = threadIdx.x % kGroupThreads, warp = thread / kWarpSize;
   constexpr int kGroups = GEGLU ? 1 : 2;  // of 8 columns that a warp stages
 #if OUT8
-  consumer_barrier(consumer);  // all have read what was staged before
+  for_chunks([&](auto chunk) {
+    consumer_barrier(consumer);  // all have read what was staged before
 #pragma unroll
-  for (int half = 0; half < kGroups; ++half)
-    stage_columns(out, warp * kGroups + half,
-                  [&](int m) { return outputs.codes(sums, row_scales(scales, m), m, half); });
-  consumer_barrier(consumer);
-  send_codes(out, operands, out_column(tile, consumer), tile, rows);
+    for (int half = 0; half < kGroups; ++half)
+      stage_columns(out, warp * kGroups + half, chunk,
+                    [&](int m) { return outputs.codes(sums, row_scales(scales, m), m, half); });
+    consumer_barrier(consumer);
+    send_codes(out, operands, out_column(tile, consumer), tile, rows, chunk);
+  });
 #else
   for_chunks([&](auto chunk) {
     if (thread == 0) stores_read();

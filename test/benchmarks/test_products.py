@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashrt_ros.ops.cuda import gemm
+from flashrt_ros.ops.cuda import gemm_tiling
 from flashrt_ros.ops.padding import padded_size
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.cuda_products import kind_of
@@ -84,11 +84,10 @@ def test_variants_fit_a_block_and_include_what_is_in_use(product: Any) -> None:
     assert product.in_use(H200) in variants
     assert len({tuple(variant.items()) for variant in variants}) == len(variants)
     for variant in variants:
-        tile, defines = variant["tile_rows"], {"GEGLU": int(product.behind == "geglu"), "OUT8": int(product.to_codes)}
-        defines["CONSUMERS"] = variant.get("consumers", 2)
-        layout = gemm.OutLayout.of(tile, defines)
-        stages = variant.get("stages") or gemm.stages(tile, layout, defines)
-        assert gemm.shared_bytes(tile, stages, layout, defines) <= gemm._SHARED_BYTES
+        tile, geglu = variant["tile_rows"], int(product.behind == "geglu")
+        defines = {"TILE_ROWS": tile, "CONSUMERS": variant["consumers"], "GEGLU": geglu, "OUT8": int(product.to_codes)}
+        ring = variant.get("stages") or gemm_tiling.stages(defines)
+        assert gemm_tiling.shared_bytes({**defines, "STAGES": ring}) <= gemm_tiling.SHARED_BYTES
         assert tile % 8 == 0
 
 

@@ -31,8 +31,10 @@ pytestmark = [
 ]
 ROWS = (1, 7, 256, 512, 712, 968)
 SUMS = 1e-2  # the tensor cores keep 14 bits of a sum of E4M3 products
-TALL: dict[str, int] = {"TILE_ROWS": 240}
+TALL: dict[str, int] = {"CONSUMERS": 2, "TILE_ROWS": 240}
 WIDE: dict[str, int] = {"CONSUMERS": 3}
+LARGE: dict[str, int] = {"CONSUMERS": 3, "TILE_ROWS": 240}
+LONG_RING: dict[str, int] = {**LARGE, "STAGES": 4, "CHUNKS": 5}  # beside little staged output
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
 
@@ -168,7 +170,7 @@ def factors(outputs: int, inputs: int) -> Tensor:
 
 
 @OVERLAP
-@pytest.mark.parametrize("variant", [{}, TALL, WIDE, {"TILE_ROWS": 64}])
+@pytest.mark.parametrize("variant", [{}, TALL, WIDE, LARGE, {"TILE_ROWS": 64}])
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_of_codes(rows: int, variant: dict[str, int], overlap: bool) -> None:
     for inputs, outputs in ((2048, 2560), (4304, 1280), (128, 256), (144, 256)):
@@ -186,9 +188,10 @@ def test_products_of_codes(rows: int, variant: dict[str, int], overlap: bool) ->
 
 
 @OVERLAP
+@pytest.mark.parametrize("variant", [{}, LARGE])
 @pytest.mark.parametrize("parts", [2, 3, 8])
 @pytest.mark.parametrize("rows", ROWS)
-def test_parts_of_a_product_add_up(rows: int, parts: int, overlap: bool) -> None:
+def test_parts_of_a_product_add_up(rows: int, parts: int, variant: dict[str, int], overlap: bool) -> None:
     inputs, outputs = 4304, 1152
     x, weight, factor, bias = (
         drawn_codes(rows, inputs),
@@ -196,9 +199,9 @@ def test_parts_of_a_product_add_up(rows: int, parts: int, overlap: bool) -> None
         factors(outputs, inputs),
         draw(outputs),
     )
-    padded = gemm.parts_rows(rows, outputs, parts, DEVICE, {})
+    padded = gemm.parts_rows(rows, outputs, parts, DEVICE, variant)
     out = torch.full((parts, padded, outputs), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-    gemm.product(x, weight, out=out, behind=Behind(factor=factor, bias=bias), overlap=overlap)
+    gemm.product(x, weight, out=out, behind=Behind(factor=factor, bias=bias), overlap=overlap, variant=variant)
     assert distance(out[:, :rows].double().sum(0), exact(x, weight, factor) + bias.double()) < SUMS
 
 
@@ -220,7 +223,7 @@ def test_activations_in_front_of_codes(rows: int, overlap: bool) -> None:
 
 
 @OVERLAP
-@pytest.mark.parametrize("variant", [{}, TALL, WIDE])
+@pytest.mark.parametrize("variant", [{}, TALL, WIDE, LARGE, LONG_RING])
 @pytest.mark.parametrize("to_codes", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_geglu_of_codes(rows: int, to_codes: bool, variant: dict[str, int], overlap: bool) -> None:
@@ -297,7 +300,7 @@ def test_replays_of_a_chain_give_equal_bits_with_and_without_overlap() -> None:
     behind = Behind(factor=factors(2 * hidden, width), out_scale=torch.full((1,), 0.01, device=DEVICE))
     after = Behind(factor=factors(width, hidden))
     normed, (wide, _) = torch.empty(rows, width, device=DEVICE, dtype=CODES), poisoned(rows, hidden)
-    part_rows = gemm.parts_rows(rows, width, parts, DEVICE, {})
+    part_rows = gemm.parts_rows(rows, width, parts, DEVICE)
     branch = torch.zeros(parts, part_rows, width, device=DEVICE, dtype=torch.bfloat16)
     residual = x.clone()
 

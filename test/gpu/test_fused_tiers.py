@@ -221,7 +221,7 @@ def packed(weight: str, activation: str, outputs: int, inputs: int) -> PackedWei
 
 def made_of(weight: PackedWeight, bias: Tensor | None, kind: type[PackedProduct]) -> PackedProduct:
     if kind is CodesProduct:
-        return CodesProduct(weight, bias, True, 4, {})
+        return CodesProduct(weight, bias, True, 4)
     return kind(weight, bias, True, "")
 
 

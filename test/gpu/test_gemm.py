@@ -23,6 +23,8 @@ pytestmark = [
 RMS_WIDTH = 2048  # the width that the kernel of the factors is written for
 BOUND = 2.6e-3  # one rounding to bfloat16 is 1.7e-3 of a random vector
 TALL: dict[str, int] = {"TILE_ROWS": 256}
+LARGE: dict[str, int] = {"TILE_ROWS": 240, "CONSUMERS": 3}
+LONG_RING: dict[str, int] = {**LARGE, "STAGES": 4, "CHUNKS": 6}  # beside little staged output
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -45,7 +47,7 @@ def poisoned(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return buffer[:rows], buffer[rows:]
 
 
-@pytest.mark.parametrize("variant", [{}, TALL, {"TILE_ROWS": 184}, {"STAGES": 3}])
+@pytest.mark.parametrize("variant", [{}, TALL, LARGE, LONG_RING, {"TILE_ROWS": 184}, {"STAGES": 3}])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("rows", "inputs", "hidden"),
@@ -77,7 +79,7 @@ def test_product(rows: int, inputs: int, outputs: int, scaled: bool) -> None:
     assert behind.isnan().all()
 
 
-@pytest.mark.parametrize("variant", [{}, TALL])
+@pytest.mark.parametrize("variant", [{}, TALL, LARGE])
 def test_replays_give_equal_bits_with_and_without_overlap(variant: dict[str, int]) -> None:
     inputs = [draw(712, 2048, scale=1 + i) for i in range(4)]
     weight, x = draw(4096, 2048, scale=0.02), torch.empty_like(inputs[0])

@@ -75,6 +75,13 @@ HOPPER = (
     product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1, "OUT8": 1, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 176, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 5, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 104, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 5, "CONSUMERS": 3, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1, "OUT8": 1, "STAGES": 3, "CONSUMERS": 3, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1, "OUT8": 1, "CONSUMERS": 3, "CHUNKS": 3}),
+    product_source({"TILE_ROWS": 240, "GEGLU": 1, "ROW_SCALE": 1, "STAGES": 3, "CONSUMERS": 3, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 240, "FP8": 1, "STAGES": 3, "CONSUMERS": 3, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 240, "FP8": 1, "CONSUMERS": 3, "CHUNKS": 10}),
+    product_source({"TILE_ROWS": 184, "CONSUMERS": 3}),
+    product_source({"TILE_ROWS": 240, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 3, "CONSUMERS": 3}),
     product_source({"TILE_ROWS": 128, "FP8": 1, "STAGES": 6}),
     product_source({"TILE_ROWS": 184, "FP8": 1, "STAGES": 5, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 64, "FP8": 1, "STAGES": 8}),
@@ -237,8 +244,13 @@ def test_the_matrix_product_says_that_it_is_for_hopper(architecture: str) -> Non
 
 @pytest.mark.parametrize("source", HOPPER, ids=str)
 def test_the_registers_that_consumers_take_over_are_there(source: KernelSource) -> None:
-    """They wait for ever for more."""
-    assert registers_of(compiled(source, "sm_90a")) == gemm.REGISTERS[source.defines["CONSUMERS"]]
+    """They wait for ever for more. Where low tiles hand over nothing, a LayerNorm's block has to fit beside theirs."""
+    registers, demanded = registers_of(compiled(source, "sm_90a")), gemm.handed_over(source)
+    assert registers is not None
+    if demanded is not None:
+        assert registers == demanded
+    elif source.defines["TILE_ROWS"] <= 128:
+        assert 384 * registers + 128 * 160 <= 65536
 
 
 @pytest.mark.parametrize("source", HOPPER_ATTENTION, ids=str)

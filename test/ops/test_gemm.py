@@ -1,4 +1,4 @@
-"""What of the Hopper matrix product needs no GPU: tiles, packing, memory, refusals."""
+"""What of the Hopper matrix product needs no GPU: refusals, memory for parts."""
 
 from __future__ import annotations
 
@@ -10,64 +10,10 @@ import torch
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.gemm import Behind, Heads, OutLayout
+from flashrt_ros.ops.cuda.gemm import Behind, Heads
 from flashrt_ros.ops.cuda.tensor_map import grouped_map, tensor_map
 
 H200 = 132
-SHARED_LIMIT = 232448  # bytes that a block of a Hopper GPU may have
-
-
-@pytest.mark.parametrize(("rows", "tile"), [(712, 240), (968, 248), (560, 192), (1, 8), (256, 256), (257, 136)])
-def test_tiles_waste_few_rows(rows: int, tile: int) -> None:
-    assert gemm.tile_rows(rows, 256, H200) == tile
-
-
-def test_few_outputs_get_lower_tiles() -> None:
-    """Vision's output: 9 tiles of outputs, so that 8 tiles of rows fill more multiprocessors than 7."""
-    assert gemm.tile_rows(512, 9, H200) == 64
-
-
-@pytest.mark.parametrize("rows", range(1, 1100, 37))
-def test_every_tile_is_one_that_the_instruction_has_and_fits(rows: int) -> None:
-    tile = gemm.tile_rows(rows, 256, H200)
-    assert tile % 8 == 0
-    assert 8 <= tile <= 256
-    assert gemm.shared_bytes(tile, 4, OutLayout.of(tile, {}), {}) <= SHARED_LIMIT
-
-
-@pytest.mark.parametrize(("rows", "outputs", "tile"), [(512, 4352, 104), (256, 4352, 56), (768, 4352, 160)])
-def test_three_consumers_take_lower_tiles(rows: int, outputs: int, tile: int) -> None:
-    assert gemm.tile_rows(rows, -(-outputs // 192), H200, 3) == tile
-    assert gemm.tile_rows(1000, 256, H200, 3) <= 192
-
-
-@pytest.mark.parametrize("geglu", [0, 1])
-@pytest.mark.parametrize("tile", [8, 104, 192])
-def test_three_consumers_share_the_memory_of_a_block(tile: int, geglu: int) -> None:
-    defines = {"CONSUMERS": 3, "OUT8": 1, "GEGLU": geglu}
-    layout = OutLayout.of(tile, defines)
-    ring = gemm.stages(tile, layout, defines)
-    bytes_of_stage, bytes_of_consumer = (192 + tile) * 128, layout.nbytes + 4 * tile
-    assert gemm.shared_bytes(tile, ring, layout, defines) == ring * (bytes_of_stage + 16) + 3 * bytes_of_consumer
-    assert gemm.shared_bytes(tile, ring, layout, defines) <= SHARED_LIMIT
-    assert ring >= 3
-
-
-@pytest.mark.parametrize(
-    ("tile", "defines", "layout"),
-    [
-        (128, {}, ((64, 64), 128, 64 * 128)),
-        (184, {}, ((8, 64), 128, 96 * 128)),  # 23 groups of 8 rows have no halves
-        (240, {"GEGLU": 1}, ((120, 32), 64, 120 * 64)),
-        (176, {"OUT8": 1, "GELU": 1}, ((176, 64), 128, 88 * 128)),  # a line holds two rows of codes
-        (8, {}, ((8, 64), 128, 8 * 128)),
-        (120, {"ROTARY": 1}, ((120, 32), 64, 2 * 120 * 64)),  # first halves of heads, then second ones
-    ],
-)
-def test_output_is_staged_in_halves_of_a_tile(
-    tile: int, defines: dict[str, int], layout: tuple[tuple[int, int], int, int]
-) -> None:
-    assert OutLayout.of(tile, defines) == OutLayout(*layout)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +40,7 @@ def test_wrong_arguments_are_named() -> None:
         gemm.product(x, weight, out=torch.zeros(4, 256, dtype=torch.bfloat16), behind=Behind(bias=bias))
     whole = torch.zeros(4, 256, dtype=torch.bfloat16)
     for name in ("GEGLU", "CLUSTER"):
-        message = f"product: no choice is called '{name}'; there are: TILE_ROWS, STAGES, CONSUMERS"
+        message = f"product: no choice is called '{name}'; there are: TILE_ROWS, STAGES, CONSUMERS, CHUNKS"
         with pytest.raises(KernelError, match=message):
             gemm.product(x, weight, out=whole, variant={name: 1})
     with pytest.raises(KernelError, match=r"product: CONSUMERS must be one of \(2, 3\), got 4"):
@@ -136,17 +82,6 @@ def test_wrong_arguments_of_a_rotated_product_are_named() -> None:
         gemm.rotated_qkv(x, packed, right, variant={"CONSUMERS": 3})
 
 
-@pytest.mark.parametrize("rows", [456, 712, 968, 1024])
-@pytest.mark.parametrize("outputs", [512, 2560])
-def test_a_slot_of_the_ring_takes_the_cosines_of_a_tile(rows: int, outputs: int) -> None:
-    tile = gemm.tile_rows(rows, outputs // 128, H200)
-    layout = OutLayout.of(tile, {"ROTARY": 1})
-    ring = gemm.stages(tile, layout, {"ROTARY": 1})
-    assert tile <= 176  # for more there are no registers
-    assert ring >= 4
-    assert gemm.shared_bytes(tile, ring, layout, {"ROTARY": 1}) <= SHARED_LIMIT
-
-
 @pytest.mark.parametrize("apart", [12, 64, -8])
 def test_groups_that_are_not_in_the_matrix_are_refused(apart: int) -> None:
     with pytest.raises(KernelError, match=f"tensor map: 64 rows make no groups of 8 rows, {apart} apart"):
@@ -157,10 +92,21 @@ def test_groups_that_are_not_in_the_matrix_are_refused(apart: int) -> None:
 def test_parts_without_room_for_whole_tiles_are_refused(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the copy engine would leave out what has no room."""
     monkeypatch.setattr(gemm, "unsuited", lambda _: "")
-    monkeypatch.setattr(gemm, "_processors", lambda _: 132)
+    monkeypatch.setattr(gemm, "_processors", lambda _: H200)
     x, weight, out = (torch.zeros(*s, dtype=torch.bfloat16) for s in ((712, 128), (256, 128), (parts, 5, 256)))
     with pytest.raises(ShapeError, match="product: each part needs 7.. rows of 'out', got 5"):
         gemm.product(x, weight, out=out)
+
+
+@pytest.mark.parametrize(
+    ("parts", "variant", "padded"),
+    [(4, {}, 720), (3, {}, 736), (4, {"CONSUMERS": 2}, 736), (4, {"TILE_ROWS": 248}, 744), (4, {"STAGES": 3}, 720)],
+)
+def test_parts_need_whole_tiles(
+    parts: int, variant: dict[str, int], padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm, "_processors", lambda _: H200)
+    assert gemm.parts_rows(712, 2048, parts, torch.device("cuda", 0), variant) == padded
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from flashrt_ros.ops.cuda.image_attention import (
     image_attention,
     image_attention_source,
     shared_bytes,
+    spreading_bytes,
     threads,
 )
 from flashrt_ros.ops.cuda.rows import CODES, Quantiser
@@ -126,6 +127,17 @@ def test_every_size_fits_a_block(tokens: int, head_dim: int, chosen: dict[str, i
     assert rows * head_dim * 2 % 128 == 0  # where the engine may write
 
 
+RESERVED = 1024  # of a block, for the system
+
+
 def test_two_blocks_of_siglip_share_a_multiprocessor() -> None:
-    reserved = 1024  # of a block, for the system
-    assert 2 * (shared_bytes(256, 72) + reserved) <= 228 * 1024
+    assert 2 * (shared_bytes(256, 72) + RESERVED) <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    ("blocks", "together"), [(1, 1), (64, 1), (128, 1), (132, 1), (133, 2), (192, 2), (264, 2), (265, 3)]
+)
+def test_blocks_that_begin_early_spread_over_all_multiprocessors(blocks: int, together: int) -> None:
+    shared = 228 * 1024
+    nbytes = spreading_bytes(blocks, 132, shared)
+    assert together * (nbytes + RESERVED) <= shared < (together + 1) * (nbytes + RESERVED)

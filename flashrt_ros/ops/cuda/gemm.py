@@ -18,6 +18,7 @@ from ..shapes import ShapeError, check
 from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
+from .gemm_tiling import GROUP, MOST_ROWS, STEP_BYTES, OutLayout, Tiling, columns, shared_bytes, stages, tiling
 from .kernel import architecture, kernel
 from .registers import demand_registers
 from .rows import demand_heads
@@ -25,20 +26,14 @@ from .tensor_map import TensorMap, grouped_map, launch_with_maps, tensor_map
 
 ARCHITECTURE = "sm_90a"
 CODES = torch.float8_e4m3fn
-_CONSUMERS = 2  # warpgroups that multiply, unless a variant says otherwise
-MOST_ROWS = {2: 256, 3: 192}  # of a tile, by consumers: each thread has registers for so many sums
-REGISTERS = {2: 168, 3: 128}  # of a thread at its launch: 2 * 232 + 40 are 3 * 168, 3 * 160 + 32 are 4 * 128
-_CONSUMER_COLUMNS = 64  # weight rows of a tile, for each of them
-_STEP_BYTES = 128  # of a row of x or of the weights, in one stage
+PRODUCED_FOR = (2,)  # consumers that a warpgroup of its own fetches for
+_REGISTERS = 168  # of a thread at its launch, where that warpgroup hands its own over: 2 * 232 + 40 are 3 * 168
+_LOW_ROWS = 128  # up to which a tile needs few registers, and nothing is handed over
 _ROW_BYTES = 16  # rows of every matrix start at multiples of these
-_GROUP = 8  # rows of an instruction's tile
 _HEAD_DIM, _QUERY_HEADS = 256, 8
+_HEAD_CONSUMERS = 2  # whose tiles are halves of a head
 _GROUP_THREADS, _ROWS_PER_RMS_BLOCK, _RMS_THREADS = 128, 8, 256
-_TILE_OVERHEAD = 16  # what a tile costs beside its products, in rows
-_TILE_COUNTS = 7  # numbers of tiles that are considered; lower tiles fetch each weight too often
-_SHARED_BYTES = 232448  # that a block may have
-_MOST_STAGES = 8
-_CHOICES = ("TILE_ROWS", "STAGES", "CONSUMERS")
+_CHOICES = ("TILE_ROWS", "STAGES", "CONSUMERS", "CHUNKS")
 
 
 def unsuited(device: torch.device) -> str:
@@ -47,26 +42,6 @@ def unsuited(device: torch.device) -> str:
     if found != ARCHITECTURE:
         return f"gemm.cu uses matrix instructions of {ARCHITECTURE}, this GPU is {found}"
     return ""
-
-
-@lru_cache(maxsize=64)
-def tile_rows(rows: int, units: int, processors: int, consumers: int = _CONSUMERS) -> int:
-    """Rows of x that a tile should hold so that all tiles, dealt in waves to all multiprocessors, end soonest.
-
-    Args:
-        rows: of x.
-        units: tiles of outputs, times the parts that K is cut into.
-        processors: of the GPU.
-        consumers: warpgroups that multiply.
-    """
-    smallest = -(-rows // MOST_ROWS[consumers])
-    choices = [_GROUP * -(-rows // (_GROUP * count)) for count in range(smallest, smallest + _TILE_COUNTS)]
-
-    def cost(tile: int) -> int:
-        waves = -(-(-(-rows // tile) * units) // processors)
-        return waves * (tile + _TILE_OVERHEAD)
-
-    return min(choices, key=cost)
 
 
 def inverse_rms_rows(x: Tensor, *, eps: float, out: Tensor, overlap: bool = False) -> None:
@@ -121,8 +96,8 @@ def gate_up_geglu(
         behind: what is done to gate and up in front of GeGLU; no `gelu`.
         overlap: begin beside the kernel in front of this one, which makes x and nothing else that is read here; or with
             `behind.scale` that alone, and then it lets this one begin only when all before it has ended.
-        variant: other compile-time choices than the best known ones (TILE_ROWS, STAGES, CONSUMERS): by sites that
-            know better, and for whoever measures them.
+        variant: other compile-time choices than the best known ones (TILE_ROWS, STAGES, CONSUMERS, CHUNKS): by sites
+            that know better, and for whoever measures them.
     """
     check(
         "gate_up_geglu", x=(x, "rows inputs"), out=(out, "rows hidden"), weight=(weight, (2 * out.shape[1], "inputs"))
@@ -192,15 +167,18 @@ def rotated_qkv(
             demand_device(f"{op}: '{name}'", getattr(heads, name), x.device)
     if behind.scale is not None or behind.gelu or behind.out_scale is not None:
         raise KernelError(f"{op}: nothing of 'behind' but a factor and a bias goes in front of the rotation")
-    if (variant or {}).get("CONSUMERS", _CONSUMERS) != _CONSUMERS:
-        raise KernelError(f"{op}: CONSUMERS must be {_CONSUMERS}, whose tiles are halves of a head")
+    variant = {"CONSUMERS": _HEAD_CONSUMERS, **(variant or {})}
+    if variant["CONSUMERS"] != _HEAD_CONSUMERS:
+        raise KernelError(f"{op}: CONSUMERS must be {_HEAD_CONSUMERS}, whose tiles are halves of a head")
     out = (heads.key if query is None else query).flatten(1)
-    _launch(op, x, weight, out, behind, overlap, variant or {}, heads=heads)
+    _launch(op, x, weight, out, behind, overlap, variant, heads=heads)
 
 
-def parts_rows(rows: int, outputs: int, parts: int, device: torch.device, variant: Mapping[str, int]) -> int:
+def parts_rows(
+    rows: int, outputs: int, parts: int, device: torch.device, variant: Mapping[str, int] | None = None
+) -> int:
     """Rows that each of several parts needs in the result of `product`: whole tiles."""
-    tile = _tile(rows, -(-outputs // _columns(variant)) * parts, device, variant)
+    tile = _tiling(rows, outputs, parts, device, variant or {}).rows
     return -(-rows // tile) * tile
 
 
@@ -211,38 +189,38 @@ def _launch(
     to_codes, parts = behind.out_scale is not None, out.shape[0] if out.ndim == 3 else 1
     _check_types(op, x, weight, out, behind)
     demand_choices(op, variant, _CHOICES)
-    if variant.get("CONSUMERS", _CONSUMERS) not in MOST_ROWS:
+    if variant.get("CONSUMERS") not in (None, *MOST_ROWS):
         raise KernelError(f"{op}: CONSUMERS must be one of {tuple(MOST_ROWS)}, got {variant['CONSUMERS']}")
     reason = unsuited(x.device)
     if reason:
         raise KernelError(f"{op}: {reason}")
-    if weight.shape[0] % (_GROUP * (1 + geglu)):
-        raise ShapeError(
-            f"{op}: 'weight' dimension 0 must be a multiple of {_GROUP * (1 + geglu)}, got {weight.shape[0]}"
-        )
-    step, (rows, inputs), outputs = _STEP_BYTES // x.element_size(), x.shape, weight.shape[0]
-    steps, column_tiles = -(-inputs // step), -(-outputs // _columns(variant))
+    step, (rows, inputs), outputs = STEP_BYTES // x.element_size(), x.shape, weight.shape[0]
+    if outputs % (GROUP * (1 + geglu)):
+        raise ShapeError(f"{op}: 'weight' dimension 0 must be a multiple of {GROUP * (1 + geglu)}, got {outputs}")
+    steps = -(-inputs // step)
     if not 0 < parts <= steps:
         raise ShapeError(f"{op}: {inputs} inputs are {steps} steps, which make no {parts} parts")
-    tile = _tile(rows, column_tiles * parts, x.device, variant)
-    source = _source(tile, x, behind, overlap, {**variant, "GEGLU": int(geglu), "ROTARY": int(heads is not None)})
-    layout = OutLayout.of(tile, source.defines)
-    consumers, nbytes = source.defines["CONSUMERS"], shared_bytes(tile, source.defines["STAGES"], layout, variant)
+    cut = _tiling(rows, outputs, parts, x.device, variant)
+    source = _source(cut, x, behind, overlap, {**variant, "GEGLU": int(geglu), "ROTARY": int(heads is not None)})
+    tile, consumers, layout = cut.rows, cut.consumers, OutLayout.of(source.defines)
+    row_tiles, column_tiles = -(-rows // tile), -(-outputs // columns(consumers))
+    nbytes = shared_bytes(source.defines)
     target = out.flatten(0, 1) if out.ndim == 3 else out
     part_rows = 0 if out.ndim == 2 else out.shape[1]
-    if out.ndim == 3 and part_rows < -(-rows // tile) * tile:
-        raise ShapeError(f"{op}: each part needs {-(-rows // tile) * tile} rows of 'out', got {part_rows}")
-    units = -(-rows // tile) * column_tiles * parts
-    demand_registers(source, ARCHITECTURE, REGISTERS[consumers])
+    if out.ndim == 3 and part_rows < row_tiles * tile:
+        raise ShapeError(f"{op}: each part needs {row_tiles * tile} rows of 'out', got {part_rows}")
+    registers = handed_over(source)
+    if registers is not None:
+        demand_registers(source, ARCHITECTURE, registers)
     launch_with_maps(
         int(kernel(source, "gemm", x.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(x.device).cuda_stream,
-        min(_processors(x.device), units),
-        _GROUP_THREADS * (1 + consumers),
+        min(_processors(x.device), row_tiles * column_tiles * parts),
+        _GROUP_THREADS * (consumers + (consumers in PRODUCED_FOR)),
         nbytes,
         (
-            _weight_map(weight, variant, step, outputs // 2 if geglu else _HEAD_DIM // 2 if heads else 0),
-            tensor_map(x, (tile, step), _STEP_BYTES),
+            _weight_map(weight, consumers, step, outputs // 2 if geglu else _HEAD_DIM // 2 if heads else 0),
+            tensor_map(x, (tile, step), STEP_BYTES),
             # Codes are stored without the engine: this map is then no more than valid.
             tensor_map(x, (tile, _ROW_BYTES), 0) if to_codes else tensor_map(target, layout.box, layout.line_bytes),
             *(_head_maps(heads, tile, layout) if heads else ()),
@@ -254,25 +232,31 @@ def _launch(
     )
 
 
-def _weight_map(weight: Tensor, variant: Mapping[str, int], step: int, apart: int) -> TensorMap:
+def _weight_map(weight: Tensor, consumers: int, step: int, apart: int) -> TensorMap:
     """A stage of weights is a box; `apart`: rows between those that one thread needs side by side, 0 for none."""
-    return grouped_map(weight, _columns(variant) // _GROUP // (2 if apart else 1), step, apart=apart)
+    return grouped_map(weight, columns(consumers) // GROUP // (2 if apart else 1), step, apart=apart)
 
 
 def _head_maps(heads: Heads, tile: int, layout: OutLayout) -> tuple[TensorMap, ...]:
     """Of keys, of values, and of the table: a slot of the ring holds cosines or sines of a tile's pairs."""
     made = (tensor_map(tensor.flatten(1), layout.box, layout.line_bytes) for tensor in (heads.key, heads.value))
-    return *made, tensor_map(heads.rope, (tile, _STEP_BYTES // heads.rope.element_size()), _STEP_BYTES)
+    return *made, tensor_map(heads.rope, (tile, STEP_BYTES // heads.rope.element_size()), STEP_BYTES)
 
 
-def _source(tile: int, x: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]) -> KernelSource:
-    """The kernel for tiles of so many rows: the best known choices where `variant` makes none."""
+def _source(cut: Tiling, x: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]) -> KernelSource:
+    """The kernel for a product that is cut so: the best known choices where `variant` makes none."""
     chosen = {
-        **variant, "TILE_ROWS": tile, "FP8": int(x.dtype == CODES), "OVERLAP": int(overlap),
-        "ROW_SCALE": int(behind.scale is not None), "GELU": int(behind.gelu),
+        **variant, "TILE_ROWS": cut.rows, "CONSUMERS": cut.consumers, "FP8": int(x.dtype == CODES),
+        "OVERLAP": int(overlap), "ROW_SCALE": int(behind.scale is not None), "GELU": int(behind.gelu),
         "OUT8": int(behind.out_scale is not None),
     }  # fmt: skip
-    return product_source({"STAGES": stages(tile, OutLayout.of(tile, chosen), chosen), **chosen})
+    return product_source({"STAGES": stages(chosen), **chosen})
+
+
+def handed_over(source: KernelSource) -> int | None:
+    """Registers that a launch has to give to each thread, because warps hand over some of them; None if none do."""
+    hands_over = source.defines["CONSUMERS"] in PRODUCED_FOR and source.defines["TILE_ROWS"] > _LOW_ROWS
+    return _REGISTERS if hands_over else None
 
 
 def _check_types(op: str, x: Tensor, weight: Tensor, out: Tensor, behind: Behind) -> None:
@@ -303,9 +287,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tile(rows: int, units: int, device: torch.device, variant: Mapping[str, int]) -> int:
-    consumers = variant.get("CONSUMERS", _CONSUMERS)
-    return variant.get("TILE_ROWS") or tile_rows(rows, units, _processors(device), consumers)
+def _tiling(rows: int, outputs: int, parts: int, device: torch.device, variant: Mapping[str, int]) -> Tiling:
+    named = variant.get("CONSUMERS"), variant.get("TILE_ROWS")
+    return tiling(rows, outputs, parts, _processors(device), *named)
 
 
 def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -315,52 +299,10 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 def product_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place; TILE_ROWS has to be among them."""
     usual = {
-        "STAGES": 4, "CONSUMERS": _CONSUMERS, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "ROTARY": 0, "FP8": 0,
+        "STAGES": 4, "CONSUMERS": 2, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "ROTARY": 0, "FP8": 0,
         "OVERLAP": 0,
     }  # fmt: skip
     return KernelSource("gemm", {**usual, **defines})
-
-
-@dataclass(frozen=True)
-class OutLayout:
-    """How a consumer stages its output, see kernels/gemm_epilogue.cuh.
-
-    Attributes:
-        box: rows and columns that one copy stores.
-        line_bytes: of one staged row.
-        nbytes: shared memory for it.
-    """
-
-    box: tuple[int, int]
-    line_bytes: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, tile: int, defines: Mapping[str, int]) -> OutLayout:
-        """The layout for tiles of so many rows, by the kernel's compile-time choices."""
-        matrices, codes, rotary = tile // _GROUP, defines.get("OUT8", 0), defines.get("ROTARY", 0)
-        chunks = 1 if codes or rotary or matrices == 1 else 2
-        columns = _CONSUMER_COLUMNS // (1 + (defines.get("GEGLU", 0) or rotary))
-        largest = -(-matrices // chunks)
-        lines = _GROUP * (-(-matrices // 2) if codes else largest)
-        box_rows = _GROUP * (largest if matrices % chunks == 0 else 1)
-        return cls((box_rows, columns), 2 * columns, lines * 2 * columns * (1 + rotary))  # both halves of a head
-
-
-def stages(tile: int, layout: OutLayout, variant: Mapping[str, int]) -> int:
-    """Stages of the ring: as many as there is memory for, up to where more gain nothing."""
-    return max(n for n in range(2, _MOST_STAGES + 1) if shared_bytes(tile, n, layout, variant) <= _SHARED_BYTES)
-
-
-def shared_bytes(tile: int, stages: int, layout: OutLayout, variant: Mapping[str, int]) -> int:
-    """Shared memory of a block: the ring, then output and scales of all consumers, then the barriers."""
-    ring = stages * (_columns(variant) + tile) * _STEP_BYTES
-    return ring + variant.get("CONSUMERS", _CONSUMERS) * (layout.nbytes + 4 * tile) + 2 * stages * 8
-
-
-def _columns(variant: Mapping[str, int]) -> int:
-    """Weight rows of a tile."""
-    return _CONSUMER_COLUMNS * variant.get("CONSUMERS", _CONSUMERS)
 
 
 def _typed(op: str, dtype: torch.dtype, **tensors: Tensor) -> None:

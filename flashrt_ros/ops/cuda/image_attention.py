@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ _LEAST_HEAD, _MOST_HEAD = 24, 120
 _WIDEST_PAIR_OF_TILES = 72  # head width up to which a warp's registers hold two tiles of 16 queries
 _PIECES = 4  # in which keys arrive
 _PARTS = 2  # of the keys, each for warps of its own
+_RESERVED = 1024  # bytes of shared memory, of each block
 _CHOICES = ("CLUSTER", "ROW_TILES")
 
 
@@ -52,11 +54,13 @@ def image_attention(
     source = image_attention_source(
         tokens, heads, head_dim, {"QUANTISED": int(scale is not None), "OVERLAP": int(overlap), **(variant or {})}
     )
-    nbytes = source.defines["SHARED_BYTES"]
+    blocks, nbytes = images * heads * (tokens // _QUERIES), source.defines["SHARED_BYTES"]
+    if overlap:
+        nbytes = max(nbytes, _spreading_bytes(blocks, qkv.device))
     launch_with_maps(
         int(kernel(source, _OP, qkv.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(qkv.device).cuda_stream,
-        images * heads * (tokens // _QUERIES),
+        blocks,
         threads(source),
         nbytes,
         (
@@ -84,6 +88,28 @@ def shared_bytes(tokens: int, head_dim: int) -> int:
     inputs = (_QUERIES + 2 * tokens) * head_dim * 2
     results = _PARTS * _QUERIES * head_dim * 4
     return max(inputs, results) + _PARTS * _QUERIES * 8 + (1 + 2 * _PIECES) * 8
+
+
+@lru_cache(maxsize=16)
+def _spreading_bytes(blocks: int, device: torch.device) -> int:
+    """`spreading_bytes` on this GPU, as far as a block may have so much."""
+    gpu = torch.cuda.get_device_properties(device)
+    most = int(getattr(gpu, "shared_memory_per_block_optin"))  # noqa: B009 - missing in torch's stubs
+    return min(spreading_bytes(blocks, gpu.multi_processor_count, gpu.shared_memory_per_multiprocessor), most)
+
+
+def spreading_bytes(blocks: int, processors: int, shared: int) -> int:
+    """Shared memory of a block with which no more blocks than need be are on one multiprocessor at a time.
+
+    Blocks that begin beside the kernel in front would otherwise double up on the multiprocessors that it leaves free.
+
+    Args:
+        blocks: of the launch.
+        processors: of the GPU.
+        shared: bytes of a multiprocessor.
+    """
+    together = -(-blocks // processors)
+    return shared // (together + 1) + 1 - _RESERVED
 
 
 def box_rows(tokens: int, cluster: int) -> int:

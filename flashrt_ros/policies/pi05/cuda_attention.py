@@ -20,13 +20,10 @@ OWN, LIBRARY = "fused", "pytorch"  # what a report says
 class Attentions:
     """Both attentions. A result lies in the memory that is given for it, unless PyTorch makes it.
 
-    The own kernels are not launched early: their blocks would take the place of those that still work, and wait
-    (docs/performance.md).
-
     Args:
         config: of the policy.
         device: where everything lies.
-        overlap: programmatic overlap of the launches that quantise what PyTorch made; equal bits.
+        overlap: programmatic overlap of the launches, also of those that quantise what PyTorch made; equal bits.
         fused: the own kernels, where they serve.
     """
 
@@ -64,7 +61,9 @@ class Attentions:
             mixed = library.image_attention(qkv, images=self._images, heads=self._heads)
             return quantised(mixed, quantiser, self._overlap)
         out = memory if quantiser is None else as_codes(memory)
-        images.image_attention(qkv, images=self._images, heads=self._heads, out=out, quantiser=quantiser)
+        images.image_attention(
+            qkv, images=self._images, heads=self._heads, out=out, quantiser=quantiser, overlap=self._overlap
+        )
         return out
 
     def prefix(
@@ -81,7 +80,7 @@ class Attentions:
         if not self.is_own(PREFIX):
             return quantised(self._library[query.shape[0]](query, key, value), quantiser, self._overlap)
         out = memory if quantiser is None else as_codes(memory)
-        prefixes.prefix_attention(query, key, value, valid, out=out, quantiser=quantiser)
+        prefixes.prefix_attention(query, key, value, valid, out=out, quantiser=quantiser, overlap=self._overlap)
         return out
 
     def take_valid(self, rows: int, valid: Tensor) -> None:

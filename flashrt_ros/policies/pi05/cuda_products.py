@@ -12,7 +12,7 @@ Decoding is exact: the scales that bfloat16 would round stand behind the product
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -28,11 +28,8 @@ from ...precision.packed import PackedWeight
 
 # Parts that K is cut into, which the norm behind the product adds: they fill the multiprocessors where outputs are few
 # and K is long, but each is written and read once more. Measured on an H200 at 512 and 712 rows, norm included
-# (docs/performance.md); the height of a tile follows from them (`gemm.tile_rows`).
+# (docs/performance.md); tiles and the warpgroups that multiply follow from them (`gemm_tiling.tiling`).
 PARTS_OF_K = {"vision.down": 3, "prefix.down": 4}
-# Warpgroups that multiply, where three fill more multiprocessors than two: at 512 rows a wave of 115 tiles of 104 rows
-# by 192 outputs instead of one of 102 tiles of 176 by 128, which are larger by an eighth.
-CONSUMERS = {"vision.up": 3}
 # 16-bit sites of vision that the own kernel multiplies, as measured in whole stages on an H200 (docs/performance.md):
 # it begins beside the kernel in front, which cuBLASLt's do not.
 OWN_WIDE = frozenset({"vision.output", "vision.qkv"})
@@ -71,8 +68,7 @@ def product_of(site: str, weight: Tensor, bias: Tensor | None, *, overlap: bool)
     if weight.activation == "e4m3" and weight.format != "nvfp4":
         if unsuited:
             return LibraryProduct(weight, bias, overlap, unsuited)
-        variant = {"CONSUMERS": CONSUMERS[kind]} if kind in CONSUMERS else {}
-        return CodesProduct(weight, bias, overlap, PARTS_OF_K.get(kind, 1), variant)
+        return CodesProduct(weight, bias, overlap, PARTS_OF_K.get(kind, 1))
     if unsuited:
         raise KernelError(f"site '{site}': {formats} is decoded for a kernel that this GPU lacks: {unsuited}")
     return DecodedProduct(weight, bias, overlap, f"no tensor cores take {formats}: weights are decoded each time")
@@ -210,44 +206,42 @@ class LibraryProduct(PackedProduct):
 
 
 class CodesProduct(PackedProduct):
-    """FP8 codes through `kernels/gemm.cu`, with everything that follows inside; `variant` as for `gemm.product`."""
+    """FP8 codes through `kernels/gemm.cu`, with everything that follows inside."""
 
-    def __init__(
-        self, weight: PackedWeight, bias: Tensor | None, overlap: bool, parts: int, variant: Mapping[str, int]
-    ) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, overlap: bool, parts: int) -> None:
         super().__init__(weight, bias, overlap, OWN_FP8 if parts == 1 else f"{OWN_FP8}, {parts} parts")
-        self._codes, self._parts, self._variant = weight.codes.view(CODES), parts, variant
+        self._codes, self._parts = weight.codes.view(CODES), parts
 
     def _behind(self, *, gelu: bool = False, then: Quantiser | None = None) -> Behind:
         return Behind(factor=self.factor, bias=self.bias, gelu=gelu, out_scale=None if then is None else then.scale)
 
     def linear(self, x: Tensor, out: Tensor, spare: Tensor) -> None:
         """See `Product`."""
-        gemm.product(x, self._codes, out=out, behind=self._behind(), overlap=self.overlap, variant=self._variant)
+        gemm.product(x, self._codes, out=out, behind=self._behind(), overlap=self.overlap)
 
     def heads(self, x: Tensor, qkv: Tensor, heads: Heads, spare: Tensor) -> None:
         """See `Product`; nothing of `qkv` is written but the queries that lie in it."""
-        gemm.rotated_qkv(x, self._codes, heads, behind=self._behind(), overlap=self.overlap, variant=self._variant)
+        gemm.rotated_qkv(x, self._codes, heads, behind=self._behind(), overlap=self.overlap)
 
     def branch(self, x: Tensor, spare: Tensor) -> Tensor:
         """See `Product`."""
         if self._parts == 1:
             return super().branch(x, spare)
-        rows = gemm.parts_rows(x.shape[0], self.outputs, self._parts, x.device, self._variant)
+        rows = gemm.parts_rows(x.shape[0], self.outputs, self._parts, x.device)
         out = carve(spare, self._parts * rows, self.outputs)[0].view(self._parts, rows, self.outputs)
-        gemm.product(x, self._codes, out=out, behind=self._behind(), overlap=self.overlap, variant=self._variant)
+        gemm.product(x, self._codes, out=out, behind=self._behind(), overlap=self.overlap)
         return out
 
     def gelu(self, x: Tensor, hidden: Tensor, spare: Tensor, then: Quantiser | None) -> Tensor:
         """See `Product`."""
         out, behind = _target(hidden, then), self._behind(gelu=True, then=then)
-        gemm.product(x, self._codes, out=out, behind=behind, overlap=self.overlap, variant=self._variant)
+        gemm.product(x, self._codes, out=out, behind=behind, overlap=self.overlap)
         return out
 
     def geglu(self, x: Tensor, hidden: Tensor, spare: Tensor, then: Quantiser | None) -> Tensor:
         """See `Product`."""
         out, behind = _target(hidden, then), self._behind(then=then)
-        gemm.gate_up_geglu(x, self._codes, out=out, behind=behind, overlap=self.overlap, variant=self._variant)
+        gemm.gate_up_geglu(x, self._codes, out=out, behind=behind, overlap=self.overlap)
         return out
 
 

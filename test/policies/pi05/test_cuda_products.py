@@ -13,6 +13,7 @@ from flashrt_ros.ops.cuda import gemm, rows
 from flashrt_ros.ops.cuda.compiler import full_text
 from flashrt_ros.ops.cuda.errors import KernelError
 from flashrt_ros.ops.cuda.gemm import CODES, Behind, Heads
+from flashrt_ros.ops.cuda.gemm_tiling import columns, tiling
 from flashrt_ros.ops.cuda.rows import Quantiser
 from flashrt_ros.ops.report import KernelReport
 from flashrt_ros.policies.pi05 import cuda_plan, cuda_products
@@ -168,9 +169,7 @@ def test_codes_and_the_factor_behind_them_are_the_weight(weight: str, activation
 def test_a_product_of_codes_rotates_inside_and_others_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     inside: list[tuple[Heads, Behind, bool]] = []
     after: list[tuple[Tensor, Tensor | None]] = []
-    monkeypatch.setattr(
-        gemm, "rotated_qkv", lambda *a, behind, overlap, variant: inside.append((a[2], behind, overlap))
-    )
+    monkeypatch.setattr(gemm, "rotated_qkv", lambda *a, behind, overlap: inside.append((a[2], behind, overlap)))
     monkeypatch.setattr(rows, "split_rope_write", lambda *a, query, **_: after.append((a[0], query)))
     x, qkv, rope, key, value = (torch.randn(3, width).bfloat16() for width in (INPUTS, OUTPUTS, 4, 4, 4))
     heads, codes = Heads(rope, None, key, value), made("prefix.qkv.1", "e4m3", "e4m3")
@@ -215,15 +214,13 @@ def test_codes_lie_in_the_first_half_of_what_they_replace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "outputs", "tile", "waves"),
-    [("vision.down", 512, 1152, 128, 1), ("prefix.down", 712, 2048, 184, 2), ("prefix.qkv", 712, 2560, 120, 1)],
+    ("kind", "rows", "outputs"),
+    [("vision.down", 512, 1152), ("prefix.down", 712, 2048)],
 )
-def test_parts_fill_whole_waves_of_an_h200(kind: str, rows: int, outputs: int, tile: int, waves: int) -> None:
-    units = -(-outputs // 128) * PARTS_OF_K.get(kind, 1)
-    assert gemm.tile_rows(rows, units, H200) == tile
-    blocks = -(-rows // tile) * units
-    assert (waves - 1) * H200 < blocks <= waves * H200
-    assert blocks > 0.8 * waves * H200
+def test_parts_fill_one_wave_of_an_h200(kind: str, rows: int, outputs: int) -> None:
+    cut = tiling(rows, outputs, PARTS_OF_K[kind], H200)
+    assert cut.waves == 1
+    assert -(-rows // cut.rows) * -(-outputs // columns(cut.consumers)) * PARTS_OF_K[kind] > 0.8 * H200
 
 
 def test_the_kind_of_a_site_has_no_layer() -> None:

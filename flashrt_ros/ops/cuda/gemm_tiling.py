@@ -1,0 +1,123 @@
+"""How a matrix product of kernels/gemm.cu is cut into tiles, and what a block holds of one in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .errors import KernelError
+
+# Rows of a tile, by consumers (warpgroups that multiply): each thread has registers for so many sums.
+MOST_ROWS = {2: 256, 3: 240}
+STEP_BYTES = 128  # of a row of x or of the weights, in one stage
+GROUP = 8  # rows of an instruction's tile
+SHARED_BYTES = 232448  # that a block may have
+_CONSUMER_COLUMNS = 64  # weight rows of a tile, for each consumer
+_TILE_OVERHEAD = 16  # what a tile costs beside its products, in rows
+_TILE_COUNTS = 7  # numbers of tiles that are considered; lower tiles fetch each weight too often
+_MOST_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One way to cut a product.
+
+    Attributes:
+        consumers: warpgroups of a block that multiply.
+        rows: of x, in a tile.
+        waves: tiles, one behind the other, of the multiprocessor that has most.
+    """
+
+    consumers: int
+    rows: int
+    waves: int
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """The least is taken to be the fastest: what the busiest multiprocessor computes, as rows of one consumer. At
+        equal rows fewer waves, as each ends in an epilogue that nothing hides (on an H200 four waves of three consumers
+        take 5 % less than six of two). At equal waves two consumers, whose taller tiles fetch less."""
+        return self.waves * self.consumers * (self.rows + _TILE_OVERHEAD), self.waves, self.consumers
+
+
+@lru_cache(maxsize=128)
+def tiling(
+    rows: int, outputs: int, parts: int, processors: int, consumers: int | None = None, tile_rows: int | None = None
+) -> Tiling:
+    """The way to cut a product that ends soonest, all tiles dealt in waves to all multiprocessors.
+
+    Args:
+        rows: of x.
+        outputs: weight rows.
+        parts: that K is cut into.
+        processors: of the GPU.
+        consumers, tile_rows: what is chosen already.
+
+    Raises:
+        KernelError: no consumer has registers for `tile_rows`.
+    """
+
+    def of(count: int, tile: int) -> Tiling:
+        return Tiling(count, tile, -(-(-(-rows // tile) * -(-outputs // columns(count)) * parts) // processors))
+
+    found = [
+        of(count, tile)
+        for count in ((consumers,) if consumers else MOST_ROWS)
+        for tile in ((tile_rows,) if tile_rows else _heights(rows, count))
+        if tile <= MOST_ROWS[count]
+    ]
+    if not found:
+        asked = consumers or " or ".join(map(str, MOST_ROWS))
+        raise KernelError(f"{asked} consumers have no registers for tiles of {tile_rows} rows")
+    return min(found, key=lambda way: way.cost)
+
+
+def _heights(rows: int, consumers: int) -> list[int]:
+    """Rows of the tiles of the few least numbers of tiles."""
+    smallest = -(-rows // MOST_ROWS[consumers])
+    return [GROUP * -(-rows // (GROUP * count)) for count in range(smallest, smallest + _TILE_COUNTS)]
+
+
+def columns(consumers: int) -> int:
+    """Weight rows of a tile."""
+    return _CONSUMER_COLUMNS * consumers
+
+
+@dataclass(frozen=True)
+class OutLayout:
+    """How a consumer stages its output, see kernels/gemm_epilogue.cuh.
+
+    Attributes:
+        box: rows and columns that one copy stores.
+        line_bytes: of one staged row.
+        nbytes: shared memory for it.
+    """
+
+    box: tuple[int, int]
+    line_bytes: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, defines: Mapping[str, int]) -> OutLayout:
+        """The layout by the kernel's compile-time choices."""
+        tile, codes, rotary = defines["TILE_ROWS"], defines.get("OUT8", 0), defines.get("ROTARY", 0)
+        unit = GROUP * (1 + codes)  # rows that are staged in the same lines: a line holds one row, or two of codes
+        units, usual = -(-tile // unit), 1 if codes or rotary or tile == GROUP else 2
+        chunks = defines.get("CHUNKS", usual)
+        width = _CONSUMER_COLUMNS // (1 + (defines.get("GEGLU", 0) or rotary))
+        largest = -(-units // chunks)
+        box_rows = unit * (largest if units % chunks == 0 else 1)
+        return cls((box_rows, width), 2 * width, GROUP * largest * 2 * width * (1 + rotary))  # both halves of a head
+
+
+def stages(defines: Mapping[str, int]) -> int:
+    """Stages of the ring: as many as there is memory for, up to where more gain nothing."""
+    return max(n for n in range(2, _MOST_STAGES + 1) if shared_bytes({**defines, "STAGES": n}) <= SHARED_BYTES)
+
+
+def shared_bytes(defines: Mapping[str, int]) -> int:
+    """Shared memory of a block: the ring, then output of all consumers, scales if rows have any, and barriers."""
+    tile, consumers, ring = defines["TILE_ROWS"], defines["CONSUMERS"], defines["STAGES"]
+    stage, scales = (columns(consumers) + tile) * STEP_BYTES, 4 * tile * defines.get("ROW_SCALE", 0)
+    return ring * (stage + 2 * 8) + consumers * (OutLayout.of(defines).nbytes + scales)
