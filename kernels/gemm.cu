@@ -13,7 +13,8 @@
 // warp waits for a slot to become free, and a consumer may be ahead of another one by all stages of the ring.
 //
 // TILE_ROWS, STAGES, CONSUMERS (two or three warpgroups). FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU,
-// OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY: see gemm_rotary.cuh.
+// OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY: see gemm_rotary.cuh. SHARE_X, SHARE_WEIGHTS: see
+// gemm_sharing.cuh.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "gemm.cu is written for sm_90a: no other architecture has its matrix instructions"
 #endif
@@ -67,33 +68,41 @@ struct Tile {
 };
 
 #include "gemm_rotary.cuh"
+#include "gemm_sharing.cuh"
 
 // Shared memory: stages, then out of each consumer, then the scales of each consumer, then the barriers.
 constexpr int kOutAt = STAGES * kStageBytes;
 constexpr int kScalesAt = kOutAt + kConsumers * kOutBytes;
 constexpr int kBarriersAt = kScalesAt + (ROW_SCALE ? kConsumers * TILE_ROWS * 4 : 0);
 
-// The tiles of this block, one after the other.
+// The tiles of this block, one after the other. They are dealt in groups, one tile to each block of a cluster.
 struct Schedule {
-  int row_tiles, steps, parts, total, next;
+  int row_tiles, column_tiles, row_groups, steps, parts, total, next;
 
   __device__ Schedule(int row_tiles, int column_tiles, int steps, int parts)
       : row_tiles(row_tiles),
+        column_tiles(column_tiles),
+        row_groups((row_tiles + SHARE_WEIGHTS - 1) / SHARE_WEIGHTS),
         steps(steps),
         parts(parts),
-        total(row_tiles * column_tiles * parts),
+        total(row_groups * ((column_tiles + SHARE_X - 1) / SHARE_X) * parts * kBlocks),
         next(blockIdx.x) {}
 
   __device__ bool take(Tile& tile) {
     if (next >= total) return false;
-    const int weights = next / row_tiles;
-    tile.row = next % row_tiles;
-    tile.column = weights / parts;
+    const int group = next / kBlocks, weights = group / row_groups;
+    tile.row = group % row_groups * SHARE_WEIGHTS + row_in_cluster();
+    tile.column = weights / parts * SHARE_X + column_in_cluster();
     tile.part = weights % parts;
     tile.first = tile.part * steps / parts;
     tile.last = (tile.part + 1) * steps / parts;
     next += gridDim.x;
     return true;
+  }
+
+  // Not a tile that only completes a group.
+  __device__ __forceinline__ bool stores(const Tile& tile) const {
+    return !kShares || tile.row < row_tiles && tile.column < column_tiles;
   }
 };
 
@@ -161,7 +170,7 @@ struct Feed {
   // Stages of a block's first tile that are free from the beginning.
   __device__ static int early(const Tile& tile) { return min(STAGES, tile.last - tile.first); }
 
-  __device__ void expect(int slot) const { barrier_expect(full_barrier(shared, slot), kStageBytes); }
+  __device__ void expect(int slot) const { barrier_expect(full_barrier(shared, slot), kFetchedBytes); }
 
   __device__ void fetch(int slot, int step, const Tile& tile) const {
     expect(slot);
@@ -185,12 +194,22 @@ struct Feed {
 
   // Groups of 8 weight rows; with pairs of 8 rows and those 8 that form pairs with them.
   __device__ void fetch_weights(int slot, int step, const Tile& tile) const {
-    load_groups(shared + slot * kStageBytes, weights, step * kStep, tile.output() / 8, full_barrier(shared, slot), once);
+    const u32 to = shared + slot * kStageBytes + share_group() * kGroupBytes, full = full_barrier(shared, slot);
+    const int group = tile.output() / 8 + share_group();
+    if (SHARE_WEIGHTS > 1)
+      load_groups_for(weight_sharers(), to, weights, step * kStep, group, full, once);
+    else
+      load_groups(to, weights, step * kStep, group, full, once);
   }
 
   __device__ void fetch_x(int slot, int step, const Tile& tile) const {
-    load_box(shared + slot * kStageBytes + kWeightBytes, x, step * kStep, tile.row * TILE_ROWS,
-             full_barrier(shared, slot), usual);
+    const u32 to = shared + slot * kStageBytes + kWeightBytes + share_row() * kStepBytes;
+    const u32 full = full_barrier(shared, slot);
+    const int row = tile.row * TILE_ROWS + share_row();
+    if (SHARE_X > 1)
+      load_box_for(x_sharers(), to, x, step * kStep, row, full, usual);
+    else
+      load_box(to, x, step * kStep, row, full, usual);
   }
 
 #if ROTARY
@@ -232,9 +251,11 @@ __device__ __forceinline__ void produce(const Feed& feed, Schedule schedule) {
       at.advance();
     }
 #if ROTARY
-    for (int half = 0; half < 2 && feed.rotary.rotates(tile); ++half, at.advance()) {
+    // Blocks that share wait also if they need no table, or they could end before they have been told all.
+    const bool rotates = schedule.stores(tile) && feed.rotary.rotates(tile);
+    for (int half = 0; half < 2 && (kShares || rotates); ++half, at.advance()) {
       barrier_wait(empty_barrier(feed.shared, at.slot), at.parity ^ 1);
-      feed.fetch_table(at.slot, half, tile);
+      if (rotates) feed.fetch_table(at.slot, half, tile);
     }
 #endif
   } while (schedule.take(tile));
@@ -250,8 +271,13 @@ __device__ __forceinline__ void fill(const Feed& feed, const Work& work) {
 
 // One warp of a consumer: it has read the stage of that step of work.tile.
 __device__ __forceinline__ void release(const Feed& feed, int slot, int step, const Work& work) {
-  if (threadIdx.x % kWarpSize != 0) return;
   const u32 empty = empty_barrier(feed.shared, slot);
+  if (kShares) {
+    // Only what is waited for: no block ends before it has been told all.
+    if (step + STAGES < work.tile.last + (ROTARY ? 2 : 0)) tell_sharers(empty);
+    return;
+  }
+  if (threadIdx.x % kWarpSize != 0) return;
   if (kHasProducer) return barrier_arrive(empty);
   if (count_around(empty, kConsumerWarps - 1) == kConsumerWarps - 1) feed.refill(slot, step + STAGES, work);
 }
@@ -295,7 +321,7 @@ __device__ __forceinline__ void rotate_and_store(const float (&sums)[TILE_ROWS /
   const Rotary& rotary = feed.rotary;
   u32 tables[2] = {};
   int slots[2] = {};
-  const bool rotates = rotary.rotates(work.tile);
+  const bool rotates = rotary.rotates(work.tile);  // work.tile is stored
   for (int half = 0; half < 2 && rotates; ++half, at.advance()) {
     barrier_wait(full_barrier(shared, at.slot), at.parity);
     slots[half] = at.slot;
@@ -303,7 +329,7 @@ __device__ __forceinline__ void rotate_and_store(const float (&sums)[TILE_ROWS /
   }
   rotary_epilogue(sums, outputs, rotates, tables, shared + kOutAt + consumer * kOutBytes, map, rotary, work.tile,
                   consumer);
-  for (int half = 0; half < 2 && rotates; ++half)  // behind a barrier of the epilogue
+  for (int half = 0; half < 2 && rotates && !kShares; ++half)  // behind a barrier of the epilogue
     release(feed, slots[half], work.tile.last + half, work);
 }
 #endif
@@ -317,13 +343,16 @@ __device__ __forceinline__ void consume(const Feed& feed, float* scales, const T
   const float inverse = OUT8 ? inverse_of(operands.out_scale) : 1.0f;
   int scales_of = -1;
   bool first = true;
+  cluster_wait();
   while (work.has_tile) {
     const Tile& tile = work.tile;
     const Outputs outputs(operands, tile, consumer, inverse);
     Work behind = work;
     accumulate(sums, feed, consumer, work, at, [&] { behind.advance(); });
+    cluster_arrive();
     if (ROW_SCALE && first) overlap_wait();
     first = false;
+    if (kShares && !work.schedule.stores(tile)) break;
 #if ROTARY
     rotate_and_store(sums, outputs, feed, map, work, consumer, at);
 #else
@@ -340,15 +369,17 @@ __device__ __forceinline__ void consume(const Feed& feed, float* scales, const T
     work = behind;
   }
   if (!OUT8 && is_storer(thread)) stores_done();
+  cluster_wait();
 }
 
 // The arguments of the epilogue: see Operands. With OVERLAP, no kernel that may still run makes what is read before the
 // wait: weights, factor, bias, out_scale, and with ROW_SCALE x. So the kernel in front makes x, or with ROW_SCALE `scale`
 // alone, and then lets this one begin only behind a wait of its own. K is covered by `steps` stages, each part has at
-// least one. Boxes of the maps: weights kStep x 8 x (pairs: 2) x kColumns / 8 (pairs: / 16), x TILE_ROWS x kStep, both
-// swizzled over 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes; key, value as out; rope as x. The
-// grid has at most as many blocks as there are tiles times parts. With ROTARY parts is 1.
-extern "C" __global__ void __launch_bounds__(kRegisterThreads, 1)
+// least one. Boxes of the maps: weights kStep x 8 x (pairs: 2) x kShareGroups, x kShareRows x kStep, both swizzled over
+// 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes; key, value as out; rope TILE_ROWS x 128 bytes,
+// as x. The grid has at most as many blocks as there are tiles times parts, if blocks share anything exactly as many,
+// with those that complete groups. With ROTARY parts is 1.
+extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kRegisterThreads, 1)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const __grid_constant__ TensorMap out,
 #if ROTARY
@@ -373,13 +404,14 @@ extern "C" __global__ void __launch_bounds__(kRegisterThreads, 1)
     prefetch_map(out);
     for (int slot = 0; slot < STAGES; ++slot) {
       barrier_init(full_barrier(shared, slot), 1);
-      if (kHasProducer) barrier_init(empty_barrier(shared, slot), kConsumerWarps);
+      if (kHasProducer) barrier_init(empty_barrier(shared, slot), kSharers * kConsumerWarps);
       else counter_init(empty_barrier(shared, slot));
     }
     barriers_publish();
-    produce_early(feed, schedule);
+    if (SHARE_WEIGHTS == 1) produce_early(feed, schedule);
   }
   __syncthreads();
+  cluster_arrive();
   overlap_trigger();
   const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);  // known to be one for a warp
   const int consumer = group - kHasProducer;
@@ -393,7 +425,12 @@ extern "C" __global__ void __launch_bounds__(kRegisterThreads, 1)
     consume(feed, scales, out, operands, work, rows, consumer);
   } else if (group == 0) {
     if (kHandsOver) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+    cluster_wait();
+    if (SHARE_WEIGHTS > 1 && threadIdx.x == 0) produce_early(feed, schedule);
     if (threadIdx.x == 0) produce(feed, schedule);
+    if (kShares) __syncwarp();
+    cluster_arrive();
+    cluster_wait();
   } else {
     if (kHandsOver) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
     consume(feed, scales, out, operands, Work(schedule), rows, consumer);

@@ -99,8 +99,18 @@ __device__ __forceinline__ void load_groups(u32 shared, const TensorMap& map, in
       : "memory");
 }
 
-// A box into several blocks of the cluster (bits of `blocks`), at the same place of each, completing on the
-// barrier at the same place of each.
+// The same into several blocks of the cluster (bits of `blocks`), at the same place of each, completing on the barrier
+// at the same place of each.
+__device__ __forceinline__ void load_groups_for(unsigned short blocks, u32 shared, const TensorMap& map, int column,
+                                                int group, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%2, %7, %7, %3}], [%4], %5, %6;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(group), "r"(barrier), "h"(blocks), "l"(policy), "r"(0)
+      : "memory");
+}
+
+// A box, likewise.
 __device__ __forceinline__ void load_box_for(unsigned short blocks, u32 shared, const TensorMap& map, int column,
                                              int row, u32 barrier, u64 policy) {
   asm volatile(

@@ -79,6 +79,22 @@ def test_product(rows: int, inputs: int, outputs: int, scaled: bool) -> None:
     assert behind.isnan().all()
 
 
+@pytest.mark.parametrize("sharers", [(2, 1), (4, 1), (1, 2), (3, 2), (2, 2), (1, 8)])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(512, 1152, 1152), (200, 192, 1040), (7, 2048, 136)])
+def test_blocks_that_fetch_for_each_other_give_equal_bits(
+    rows: int, inputs: int, outputs: int, sharers: tuple[int, int]
+) -> None:
+    x, weight, tile = draw(rows, inputs), draw(outputs, inputs, scale=inputs**-0.5), {"TILE_ROWS": 104}
+    alone, out = poisoned(rows, outputs)[0], poisoned(rows, outputs)
+    gemm.product(x, weight, out=alone, variant=tile)
+    sharing = {"SHARE_X": sharers[0], "SHARE_WEIGHTS": sharers[1]}
+    for overlap in (False, True, True):
+        gemm.product(x, weight, out=out[0], overlap=overlap, variant={**tile, **sharing})
+        assert torch.equal(out[0], alone)
+        assert out[1].isnan().all()
+    assert distance(alone.double(), exact(x, weight, None)) < BOUND
+
+
 @pytest.mark.parametrize("variant", [{}, TALL, LARGE])
 def test_replays_give_equal_bits_with_and_without_overlap(variant: dict[str, int]) -> None:
     inputs = [draw(712, 2048, scale=1 + i) for i in range(4)]

@@ -91,6 +91,12 @@ HOPPER = (
     product_source({"TILE_ROWS": 120, "FP8": 1, "STAGES": 6, "ROTARY": 1, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 176, "FP8": 1, "ROTARY": 1}),
     product_source({"TILE_ROWS": 8, "ROTARY": 1}),
+    product_source({"TILE_ROWS": 128, "FP8": 1, "STAGES": 6, "OVERLAP": 1, "SHARE_X": 4}),
+    product_source({"TILE_ROWS": 192, "FP8": 1, "STAGES": 5, "OVERLAP": 1, "SHARE_X": 2, "SHARE_WEIGHTS": 2}),
+    product_source({"TILE_ROWS": 64, "FP8": 1, "STAGES": 8, "OVERLAP": 1, "SHARE_WEIGHTS": 4}),
+    product_source({"TILE_ROWS": 120, "FP8": 1, "STAGES": 6, "ROTARY": 1, "OVERLAP": 1, "SHARE_X": 4}),
+    product_source({"TILE_ROWS": 120, "FP8": 1, "STAGES": 6, "ROTARY": 1, "SHARE_X": 2, "SHARE_WEIGHTS": 3}),
+    product_source({"TILE_ROWS": 176, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 5, "SHARE_X": 2, "SHARE_WEIGHTS": 3}),
 )
 HOPPER_ATTENTION = (
     prefix_attention_source({}),

@@ -40,7 +40,7 @@ def test_wrong_arguments_are_named() -> None:
         gemm.product(x, weight, out=torch.zeros(4, 256, dtype=torch.bfloat16), behind=Behind(bias=bias))
     whole = torch.zeros(4, 256, dtype=torch.bfloat16)
     for name in ("GEGLU", "CLUSTER"):
-        message = f"product: no choice is called '{name}'; there are: TILE_ROWS, STAGES, CONSUMERS, CHUNKS"
+        message = f"product: no choice is called '{name}'; there are: TILE_ROWS, STAGES, CONSUMERS, CHUNKS, SHARE_X"
         with pytest.raises(KernelError, match=message):
             gemm.product(x, weight, out=whole, variant={name: 1})
     with pytest.raises(KernelError, match=r"product: CONSUMERS must be one of \(2, 3\), got 4"):

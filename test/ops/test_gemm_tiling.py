@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from flashrt_ros.ops.cuda.errors import KernelError
-from flashrt_ros.ops.cuda.gemm_tiling import SHARED_BYTES, OutLayout, Tiling, shared_bytes, stages, tiling
+from flashrt_ros.ops.cuda.gemm_tiling import (
+    SHARED_BYTES,
+    OutLayout,
+    Sharing,
+    Tiling,
+    clusters_at_once,
+    columns,
+    shared_bytes,
+    stages,
+    tiling,
+)
 
 H200 = 132
 GATE_UP = 32768
@@ -23,7 +33,7 @@ GATE_UP = 32768
         (968, 2048, 4, 2, 248),
         (712, 2048, 1, 2, 96),
         (512, 3456, 1, 2, 128),  # equal products, equal waves
-        (512, 1152, 1, 2, 64),  # 9 tiles of outputs, so that 8 tiles of rows fill more multiprocessors than 7
+        (512, 1152, 1, 2, 48),  # 9 tiles of outputs: 11 tiles of rows fill most multiprocessors
         (512, 1152, 3, 2, 128),
         (512, 4352, 1, 3, 104),  # one wave of 115 tiles; two consumers have 102, larger by an eighth
         (1, 2048, 1, 2, 8),
@@ -129,3 +139,63 @@ def test_a_slot_of_the_ring_takes_the_cosines_of_a_tile(rows: int, outputs: int)
     tile = tiling(rows, outputs, 1, H200, 2).rows
     assert tile <= 176  # for more there are no registers
     assert stages({"TILE_ROWS": tile, "CONSUMERS": 2, "ROTARY": 1}) >= 4
+
+
+def sharing(x: int, weights: int, consumers: int = 2) -> Sharing:
+    return Sharing.of({"SHARE_X": x, "SHARE_WEIGHTS": weights, "CONSUMERS": consumers})
+
+
+@pytest.mark.parametrize("tile", range(8, 257, 8))
+@pytest.mark.parametrize("sharers", range(1, 9))
+def test_shares_cover_a_tile(tile: int, sharers: int) -> None:
+    rows = sharing(sharers, 1).rows(tile)
+    assert rows % 8 == 0
+    assert rows <= tile <= sharers * rows
+    assert sharers * (rows - 8) < tile  # the lowest that do
+    assert sharing(1, sharers).groups(tile // 8) * 8 == rows
+
+
+def test_blocks_that_share_take_one_tile_each() -> None:
+    assert sharing(1, 1).blocks(4, 27, 1, H200) == 108
+    assert sharing(1, 1).blocks(8, 34, 1, H200) == H200
+    assert sharing(2, 1).blocks(4, 27, 1, H200) == 4 * 28  # a column tile more, which completes the last clusters
+    assert sharing(2, 2).blocks(3, 9, 2, H200) == 4 * 10 * 2
+    with pytest.raises(KernelError, match="136 tiles, of which 132 processors take one each"):
+        sharing(2, 1).blocks(4, 34, 1, H200)
+
+
+def test_sharing_that_the_kernel_has_no_code_for_is_refused() -> None:
+    with pytest.raises(KernelError, match="SHARE_X 4 and SHARE_WEIGHTS 3 make no 1 to 8 blocks"):
+        sharing(4, 3)
+    with pytest.raises(KernelError, match="SHARE_X 0 and"):
+        sharing(0, 1)
+    with pytest.raises(KernelError, match="CONSUMERS must be 2"):
+        sharing(2, 1, consumers=3)
+
+
+@pytest.mark.parametrize(("size", "found"), [(1, 132), (2, 66), (4, 30), (8, 15)])
+def test_clusters_at_once_are_what_an_h200_runs(size: int, found: int) -> None:
+    assert clusters_at_once(size, 132) == found
+
+
+@pytest.mark.parametrize(
+    ("site", "rows", "outputs", "parts", "inputs", "expected"),
+    [
+        ("vision.qkv", 512, 3456, 1, 1152, Sharing(2, 2)),
+        ("vision.down", 512, 1152, 3, 4352, Sharing(2, 2)),
+        ("prefix.qkv", 712, 2560, 1, 2048, Sharing(2, 2)),
+        ("prefix.output: 32 clusters of 4 do not fit", 712, 2048, 1, 2048, Sharing(2, 1)),
+        ("vision.output: few bytes", 512, 1152, 1, 1152, Sharing(1, 1)),
+        ("prefix.gate_up: many waves", 968, 32768, 1, 2048, Sharing(1, 1)),
+        ("vision.up: three consumers", 512, 4304, 1, 1152, Sharing(1, 1)),
+    ],
+)
+def test_blocks_share_where_that_fits_and_pays(
+    site: str, rows: int, outputs: int, parts: int, inputs: int, expected: Sharing
+) -> None:
+    consumers = 2 if site == "prefix.qkv" else None  # which the rotation demands
+    cut = tiling(rows, outputs, parts, 132, consumers)
+    found = Sharing.best(cut, rows, outputs, parts, inputs, 132)
+    assert found == expected
+    row_tiles, column_tiles = -(-rows // cut.rows), -(-outputs // columns(cut.consumers))
+    assert found.blocks(row_tiles, column_tiles, parts, 132) <= 132

@@ -18,7 +18,18 @@ from ..shapes import ShapeError, check
 from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
-from .gemm_tiling import GROUP, MOST_ROWS, STEP_BYTES, OutLayout, Tiling, columns, shared_bytes, stages, tiling
+from .gemm_tiling import (
+    GROUP,
+    MOST_ROWS,
+    STEP_BYTES,
+    OutLayout,
+    Sharing,
+    Tiling,
+    columns,
+    shared_bytes,
+    stages,
+    tiling,
+)
 from .kernel import architecture, kernel
 from .registers import demand_registers
 from .rows import demand_heads
@@ -33,7 +44,7 @@ _ROW_BYTES = 16  # rows of every matrix start at multiples of these
 _HEAD_DIM, _QUERY_HEADS = 256, 8
 _HEAD_CONSUMERS = 2  # whose tiles are halves of a head
 _GROUP_THREADS, _ROWS_PER_RMS_BLOCK, _RMS_THREADS = 128, 8, 256
-_CHOICES = ("TILE_ROWS", "STAGES", "CONSUMERS", "CHUNKS")
+_CHOICES = ("TILE_ROWS", "STAGES", "CONSUMERS", "CHUNKS", "SHARE_X", "SHARE_WEIGHTS")
 
 
 def unsuited(device: torch.device) -> str:
@@ -96,8 +107,8 @@ def gate_up_geglu(
         behind: what is done to gate and up in front of GeGLU; no `gelu`.
         overlap: begin beside the kernel in front of this one, which makes x and nothing else that is read here; or with
             `behind.scale` that alone, and then it lets this one begin only when all before it has ended.
-        variant: other compile-time choices than the best known ones (TILE_ROWS, STAGES, CONSUMERS, CHUNKS): by sites
-            that know better, and for whoever measures them.
+        variant: other compile-time choices than the best known ones (TILE_ROWS, STAGES, CONSUMERS, CHUNKS, SHARE_X,
+            SHARE_WEIGHTS): by sites that know better, and for whoever measures them.
     """
     check(
         "gate_up_geglu", x=(x, "rows inputs"), out=(out, "rows hidden"), weight=(weight, (2 * out.shape[1], "inputs"))
@@ -201,9 +212,14 @@ def _launch(
     if not 0 < parts <= steps:
         raise ShapeError(f"{op}: {inputs} inputs are {steps} steps, which make no {parts} parts")
     cut = _tiling(rows, outputs, parts, x.device, variant)
+    if x.dtype == CODES:
+        best = Sharing.best(cut, rows, outputs, parts, inputs, _processors(x.device))
+        variant = {"SHARE_X": best.x, "SHARE_WEIGHTS": best.weights, **variant}
     source = _source(cut, x, behind, overlap, {**variant, "GEGLU": int(geglu), "ROTARY": int(heads is not None)})
     tile, consumers, layout = cut.rows, cut.consumers, OutLayout.of(source.defines)
     row_tiles, column_tiles = -(-rows // tile), -(-outputs // columns(consumers))
+    sharing = Sharing.of(source.defines)
+    blocks = sharing.blocks(row_tiles, column_tiles, parts, _processors(x.device))
     nbytes = shared_bytes(source.defines)
     target = out.flatten(0, 1) if out.ndim == 3 else out
     part_rows = 0 if out.ndim == 2 else out.shape[1]
@@ -215,12 +231,12 @@ def _launch(
     launch_with_maps(
         int(kernel(source, "gemm", x.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(x.device).cuda_stream,
-        min(_processors(x.device), row_tiles * column_tiles * parts),
+        blocks,
         _GROUP_THREADS * (consumers + (consumers in PRODUCED_FOR)),
         nbytes,
         (
-            _weight_map(weight, consumers, step, outputs // 2 if geglu else _HEAD_DIM // 2 if heads else 0),
-            tensor_map(x, (tile, step), STEP_BYTES),
+            _weight_map(weight, consumers, step, outputs // 2 if geglu else _HEAD_DIM // 2 if heads else 0, sharing),
+            tensor_map(x, (sharing.rows(tile), step), STEP_BYTES),
             # Codes are stored without the engine: this map is then no more than valid.
             tensor_map(x, (tile, _ROW_BYTES), 0) if to_codes else tensor_map(target, layout.box, layout.line_bytes),
             *(_head_maps(heads, tile, layout) if heads else ()),
@@ -232,9 +248,11 @@ def _launch(
     )
 
 
-def _weight_map(weight: Tensor, consumers: int, step: int, apart: int) -> TensorMap:
-    """A stage of weights is a box; `apart`: rows between those that one thread needs side by side, 0 for none."""
-    return grouped_map(weight, columns(consumers) // GROUP // (2 if apart else 1), step, apart=apart)
+def _weight_map(weight: Tensor, consumers: int, step: int, apart: int, sharing: Sharing) -> TensorMap:
+    """What a block fetches of a stage of weights is a box; `apart`: rows between those that one thread needs side by
+    side, 0 for none."""
+    groups = columns(consumers) // GROUP // (2 if apart else 1)
+    return grouped_map(weight, sharing.groups(groups), step, apart=apart)
 
 
 def _head_maps(heads: Heads, tile: int, layout: OutLayout) -> tuple[TensorMap, ...]:
@@ -300,7 +318,7 @@ def product_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place; TILE_ROWS has to be among them."""
     usual = {
         "STAGES": 4, "CONSUMERS": 2, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "ROTARY": 0, "FP8": 0,
-        "OVERLAP": 0,
+        "OVERLAP": 0, "SHARE_X": 1, "SHARE_WEIGHTS": 1,
     }  # fmt: skip
     return KernelSource("gemm", {**usual, **defines})
 

@@ -15,8 +15,12 @@ GROUP = 8  # rows of an instruction's tile
 SHARED_BYTES = 232448  # that a block may have
 _CONSUMER_COLUMNS = 64  # weight rows of a tile, for each consumer
 _TILE_OVERHEAD = 16  # what a tile costs beside its products, in rows
-_TILE_COUNTS = 7  # numbers of tiles that are considered; lower tiles fetch each weight too often
+_TILE_COUNTS = 11  # numbers of tiles that are considered; lower tiles fetch each weight too often
 _MOST_STAGES = 8
+_MOST_BLOCKS, _SHARING_CONSUMERS = 8, 2  # of a cluster; where blocks fetch for each other
+# Bytes of a product from which on blocks had better fetch for each other: with less, what they wait for is not the
+# second-level cache (measured on an H200, docs/performance.md).
+_SHARED_FROM = 24 << 20
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,76 @@ def _heights(rows: int, consumers: int) -> list[int]:
 def columns(consumers: int) -> int:
     """Weight rows of a tile."""
     return _CONSUMER_COLUMNS * consumers
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which blocks of a cluster fetch for each other, see kernels/gemm_sharing.cuh.
+
+    Attributes:
+        x: blocks that need the same x.
+        weights: blocks that need the same weights.
+    """
+
+    x: int
+    weights: int
+
+    @classmethod
+    def of(cls, defines: Mapping[str, int]) -> Sharing:
+        """The kernel's compile-time choices; KernelError if it has no code for them."""
+        made = cls(defines["SHARE_X"], defines["SHARE_WEIGHTS"])
+        if min(made.x, made.weights) < 1 or made.x * made.weights > _MOST_BLOCKS:
+            raise KernelError(f"SHARE_X {made.x} and SHARE_WEIGHTS {made.weights} make no 1 to {_MOST_BLOCKS} blocks")
+        if made.x * made.weights > 1 and defines["CONSUMERS"] != _SHARING_CONSUMERS:
+            raise KernelError(f"SHARE_X, SHARE_WEIGHTS: CONSUMERS must be {_SHARING_CONSUMERS}")
+        return made
+
+    @classmethod
+    def best(cls, cut: Tiling, rows: int, outputs: int, parts: int, row_bytes: int, processors: int) -> Sharing:
+        """The best known one for codes.
+
+        Args:
+            cut: how the product is cut.
+            rows, outputs, parts, processors: as for `tiling`.
+            row_bytes: of a row of x or of the weights.
+        """
+        row_tiles, column_tiles = -(-rows // cut.rows), -(-outputs // columns(cut.consumers))
+        fetched = row_tiles * column_tiles * (cut.rows + columns(cut.consumers)) * row_bytes
+        if cut.consumers == _SHARING_CONSUMERS and cut.waves == 1 and fetched >= _SHARED_FROM:
+            for way in (cls(2, 2), cls(2, 1)):
+                size = way.x * way.weights
+                if way._clusters(row_tiles, column_tiles, parts) <= clusters_at_once(size, processors):
+                    return way
+        return cls(1, 1)
+
+    def rows(self, tile: int) -> int:
+        """Rows of x, of a tile of so many, that a block fetches."""
+        return GROUP * -(-tile // (GROUP * self.x))
+
+    def groups(self, count: int) -> int:
+        """Groups of weight rows, of a tile of so many, that a block fetches."""
+        return -(-count // self.weights)
+
+    def blocks(self, row_tiles: int, column_tiles: int, parts: int, processors: int) -> int:
+        """Blocks of a launch; KernelError where sharing would give one of them more than one tile."""
+        blocks = self._clusters(row_tiles, column_tiles, parts) * self.x * self.weights
+        if self.x * self.weights == 1:
+            return min(processors, blocks)
+        if blocks > processors:
+            raise KernelError(f"SHARE_X, SHARE_WEIGHTS: {blocks} tiles, of which {processors} processors take one each")
+        return blocks
+
+    def _clusters(self, row_tiles: int, column_tiles: int, parts: int) -> int:
+        return -(-row_tiles // self.weights) * -(-column_tiles // self.x) * parts
+
+
+def clusters_at_once(size: int, processors: int) -> int:
+    """About how many clusters of so many blocks a GPU runs at once, where a block takes a multiprocessor.
+
+    The multiprocessors of a cluster are neighbours, and groups of neighbours do not come out even: an H200 with 132 of
+    them runs 66 clusters of 2, 30 of 4 and 15 of 8. Where it is one more than there is room for, that one runs later.
+    """
+    return (processors - (processors // 11 if size > 2 else 0)) // size
 
 
 @dataclass(frozen=True)
