@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,11 @@ class Kernel:
         self.device = device
         self.shared_bytes = shared_bytes
         with torch.cuda.device(device):
-            self._kernel = _load(source, architecture(device), device.index or 0).get_kernel(function)
-            if shared_bytes:
+            loaded = _load(source, architecture(device), device.index or 0)
+            self._kernel = loaded.code.get_kernel(function)
+            if shared_bytes > loaded.shared.get(function, 0):
                 self._allow_shared(shared_bytes)
+                loaded.shared[function] = shared_bytes
 
     def _allow_shared(self, nbytes: int) -> None:
         from cuda.bindings import driver
@@ -125,12 +128,26 @@ def _stream(handle: int) -> Any:
     return Stream.from_handle(handle)
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A compiled source on a device.
+
+    Attributes:
+        code: cuda.core's object code.
+        shared: most bytes of dynamic shared memory that a launch of each function may have. They hold for all of its
+            launches, those of larger ones that were prepared earlier too: so they only grow.
+    """
+
+    code: Any
+    shared: dict[str, int] = field(default_factory=dict)
+
+
 @lru_cache(maxsize=256)
-def _load(source: KernelSource, arch: str, device_index: int) -> Any:
+def _load(source: KernelSource, arch: str, device_index: int) -> _Loaded:
     from cuda.core import Device, ObjectCode
 
     Device(device_index).set_current()
-    return ObjectCode.from_cubin(compiled(source, arch), name=str(source))
+    return _Loaded(ObjectCode.from_cubin(compiled(source, arch), name=str(source)))
 
 
 @lru_cache(maxsize=256)
