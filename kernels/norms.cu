@@ -1,8 +1,9 @@
-// Normalisations over rows of bfloat16, fused with what stands beside them. One warp a row.
-// COLS: row width, a multiple of 128. QUANTISED: layer_norm and residual_rms_norm write E4M3 codes of the bfloat16 that
-// they would have written: `out` uint8[rows, COLS], under input_scale float32[1], behind multiplier float32[COLS] (null
-// for none). Otherwise `out` is bf16[rows, COLS], and both are not read. PARTS: of the branch that both add; 0: none, and
-// `branch` is not read.
+// Normalisations over rows of bfloat16, fused with what stands beside them. A block has one row: with less for each
+// thread its rows are done sooner, and rows come out more evenly over the multiprocessors.
+// COLS: row width, a multiple of 128 * ROW_WARPS. ROW_WARPS: of a block. QUANTISED: layer_norm and residual_rms_norm
+// write E4M3 codes of the bfloat16 that they would have written: `out` uint8[rows, COLS], under input_scale float32[1],
+// behind multiplier float32[COLS] (null for none). Otherwise `out` is bf16[rows, COLS], and both are not read. PARTS: of
+// the branch that both add; 0: none, and `branch` is not read.
 #include "quantise.cuh"
 
 #ifndef QUANTISED
@@ -12,12 +13,12 @@
 #define PARTS 0
 #endif
 
-constexpr int kRowsPerBlock = 4;
-constexpr int kGroups = COLS / (4 * kWarpSize);  // eight-byte groups a lane
-static_assert(COLS % (4 * kWarpSize) == 0, "a lane reads groups of four values");
+constexpr int kThreads = ROW_WARPS * kWarpSize;
+constexpr int kGroups = COLS / (4 * kThreads);  // eight-byte groups of a thread
+static_assert(COLS % (4 * kThreads) == 0, "a thread reads groups of four values");
 
-// Where group g of this lane stands in a row.
-__device__ __forceinline__ int column_of(int g) { return (g * kWarpSize + threadIdx.x % kWarpSize) * 4; }
+// Where group g of this thread stands in a row.
+__device__ __forceinline__ int column_of(int g) { return (g * kThreads + threadIdx.x) * 4; }
 
 __device__ __forceinline__ uint2 load4(const bf16* p) { return *reinterpret_cast<const uint2*>(p); }
 
@@ -40,8 +41,8 @@ __device__ __forceinline__ void store4(bf16* p, const float (&v)[4]) {
 }
 
 // v = row; with PARTS, first row = bfloat16(row + the sum of the branch's parts), each `part_values` values behind the one
-// before. All that is read is asked for before any of it is used: what a warp waits for is one round trip, not one for
-// each part. Registers suffice for that up to five parts of rows of 2048.
+// before. All that is read is asked for before any of it is used: what a row waits for is one round trip, not one for
+// each part.
 __device__ __forceinline__ void load_and_add(bf16* row, const bf16* branch, u64 part_values, float (&v)[kGroups][4]) {
   uint2 own[kGroups], more[kGroups][PARTS + 1];  // the last one is not used
 #pragma unroll
@@ -71,7 +72,7 @@ __device__ __forceinline__ void load_and_add(bf16* row, const bf16* branch, u64 
   }
 }
 
-// What values are multiplied by in front of their scale, for this lane's groups.
+// What values are multiplied by in front of their scale, for this thread's groups.
 template <bool MULTIPLIED>
 struct Multipliers {
   float4 of[kGroups];
@@ -121,13 +122,12 @@ struct Target {
 
 // x += branch (skipped without PARTS), then out = LayerNorm(x) * weight + bias. x bf16[rows, COLS]; weight, bias
 // bf16[COLS]; branch bf16[PARTS * part_rows, COLS].
-extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
+extern "C" __global__ void __launch_bounds__(kThreads)
     layer_norm(bf16* x, const bf16* branch, const bf16* weight, const bf16* bias, void* out, const float* input_scale,
-               const float* multiplier, int rows, int part_rows, float eps) {
+               const float* multiplier, int part_rows, float eps) {
   overlap_trigger();
-  const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kWarpSize;
-  if (row >= rows) return;
-  const u64 start = static_cast<u64>(row) * COLS;
+  __shared__ float scratch[2][ROW_WARPS];
+  const u64 start = static_cast<u64>(blockIdx.x) * COLS;
   float scale[kGroups][4], shift[kGroups][4], v[kGroups][4];
   load_row(weight, scale);
   load_row(bias, shift);
@@ -138,13 +138,13 @@ extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
     float sum = 0.0f;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) sum += (v[g][0] + v[g][1]) + (v[g][2] + v[g][3]);
-    const float mean = warp_sum(sum) / COLS;
+    const float mean = block_sum<kThreads>(sum, scratch[0]) / COLS;
     float squares = 0.0f;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll
       for (int i = 0; i < 4; ++i) squares += (v[g][i] - mean) * (v[g][i] - mean);
-    const float inverse = rsqrtf(warp_sum(squares) / COLS + eps);
+    const float inverse = rsqrtf(block_sum<kThreads>(squares, scratch[1]) / COLS + eps);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       float y[4];
@@ -157,13 +157,12 @@ extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
 
 // residual += branch (skipped without PARTS), then out = residual / rms(residual). residual bf16[rows, COLS]; branch
 // bf16[PARTS * part_rows, COLS].
-extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
+extern "C" __global__ void __launch_bounds__(kThreads)
     residual_rms_norm(bf16* residual, const bf16* branch, void* out, const float* input_scale, const float* multiplier,
-                      int rows, int part_rows, float eps) {
+                      int part_rows, float eps) {
   overlap_trigger();
-  const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kWarpSize;
-  if (row >= rows) return;
-  const u64 start = static_cast<u64>(row) * COLS;
+  __shared__ float scratch[ROW_WARPS];
+  const u64 start = static_cast<u64>(blockIdx.x) * COLS;
   const Target target(out, input_scale, multiplier);
   overlap_wait();
   float v[kGroups][4];
@@ -174,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll
       for (int i = 0; i < 4; ++i) squares += v[g][i] * v[g][i];
-    const float inverse = rsqrtf(warp_sum(squares) / COLS + eps);
+    const float inverse = rsqrtf(block_sum<kThreads>(squares, scratch) / COLS + eps);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       float y[4];
@@ -187,15 +186,13 @@ extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
 
 // residual += gate * branch (skipped when branch is null), then out = residual / rms * (1 + scale) + shift.
 // residual, branch, out bf16[rows, COLS]; gate float[COLS]; modulation float[3, COLS] = scale, shift, (unused) gate.
-extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
+extern "C" __global__ void __launch_bounds__(kThreads)
     gated_residual_ada_rms_norm(bf16* residual, const bf16* branch, const float* gate, const float* modulation,
-                                bf16* out, int rows, float eps) {
+                                bf16* out, float eps) {
   overlap_trigger();
   overlap_wait();
-  const int row = blockIdx.x * kRowsPerBlock + threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  if (row >= rows) return;
-  const u64 start = static_cast<u64>(row) * COLS;
+  __shared__ float scratch[ROW_WARPS];
+  const u64 start = static_cast<u64>(blockIdx.x) * COLS;
   float v[kGroups][4];
   load_row(residual + start, v);
   if (branch != nullptr) {
@@ -203,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
     load_row(branch + start, b);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int column = (g * kWarpSize + lane) * 4;
+      const int column = column_of(g);
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[g][i] = to_float(to_bf16(fmaf(b[g][i], gate[column + i], v[g][i])));
       store4(residual + start + column, v[g]);
@@ -214,10 +211,10 @@ extern "C" __global__ void __launch_bounds__(kRowsPerBlock* kWarpSize)
   for (int g = 0; g < kGroups; ++g)
 #pragma unroll
     for (int i = 0; i < 4; ++i) squares += v[g][i] * v[g][i];
-  const float inverse = rsqrtf(warp_sum(squares) / COLS + eps);
+  const float inverse = rsqrtf(block_sum<kThreads>(squares, scratch) / COLS + eps);
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    const int column = (g * kWarpSize + lane) * 4;
+    const int column = column_of(g);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       v[g][i] = fmaf(v[g][i] * inverse, 1.0f + modulation[column + i], modulation[COLS + column + i]);

@@ -61,6 +61,19 @@ def test_residual_rms_norm(overlap: bool) -> None:
     assert torch.equal(residual, kept)
 
 
+@pytest.mark.parametrize("rows", [1, 131])
+@pytest.mark.parametrize("width", [128, 256, 640, 896, 1536, 4096])
+def test_norms_of_other_widths(width: int, rows: int) -> None:
+    x, weight, bias, out = draw(rows, width) + 1, draw(width), draw(width), poisoned(rows, width)
+    expected = torch.empty(rows, width, device=DEVICE, dtype=torch.float64)
+    norms.layer_norm(x.double(), weight.double(), bias.double(), eps=1e-6, out=expected)
+    kernels.layer_norm(x, weight, bias, eps=1e-6, out=out)
+    assert distance(out.double(), expected) < BOUND
+    norms.residual_rms_norm(x.double(), None, eps=1e-6, out=expected)
+    kernels.residual_rms_norm(x, None, eps=1e-6, out=out)
+    assert distance(out.double(), expected) < BOUND
+
+
 @OVERLAP
 @pytest.mark.parametrize("with_query", [False, True])
 @pytest.mark.parametrize("normalised", [False, True])

@@ -19,6 +19,7 @@ from flashrt_ros.ops.cuda.gemm import product_source
 from flashrt_ros.ops.cuda.image_attention import image_attention_source
 from flashrt_ros.ops.cuda.prefix_attention import prefix_attention_source
 from flashrt_ros.ops.cuda.registers import demand_registers
+from flashrt_ros.ops.cuda.rows import row_warps
 
 
 def expert_source(
@@ -32,11 +33,11 @@ def expert_source(
 ARCHITECTURES = ("sm_90a", "sm_110a", "sm_120a")
 PREFIX = {"WIDTH": 2048, "HEADS": 8, "HEAD_DIM": 256, "HIDDEN": 16384}
 SOURCES = (
-    KernelSource("norms", {"COLS": 1152}),
-    KernelSource("norms", {"COLS": 1024, "OVERLAP": 1}),
-    KernelSource("norms", {"COLS": 1152, "QUANTISED": 1, "PARTS": 3, "OVERLAP": 1}),
-    KernelSource("norms", {"COLS": 2048, "QUANTISED": 1, "PARTS": 5, "OVERLAP": 1}),
-    KernelSource("norms", {"COLS": 2048, "PARTS": 8}),
+    KernelSource("norms", {"COLS": 1152, "ROW_WARPS": 3}),
+    KernelSource("norms", {"COLS": 1024, "ROW_WARPS": 4, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 1152, "ROW_WARPS": 3, "QUANTISED": 1, "PARTS": 3, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 2048, "ROW_WARPS": 8, "QUANTISED": 1, "PARTS": 5, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 2048, "ROW_WARPS": 8, "PARTS": 8}),
     KernelSource("quantise", {"OVERLAP": 1}),
     KernelSource("pixels", {"GRID": 16, "PATCH": 14, "LEADING": 592}),
     KernelSource("prefix", {**PREFIX, "WITH_QUERY": 1}),
@@ -150,7 +151,8 @@ def test_prefix_attention_has_registers_enough(source: KernelSource) -> None:
 
 @pytest.mark.parametrize(("function", "width", "parts"), [("layer_norm", 1152, 3), ("residual_rms_norm", 2048, 5)])
 def test_norms_have_registers_for_all_parts_at_once(function: str, width: int, parts: int) -> None:
-    report = assembler_report(KernelSource("norms", {"COLS": width, "QUANTISED": 1, "PARTS": parts}))
+    sizes = {"COLS": width, "ROW_WARPS": row_warps(width), "QUANTISED": 1, "PARTS": parts}
+    report = assembler_report(KernelSource("norms", sizes))
     (found,) = (part for part in report.split("Compiling entry function ") if part.startswith(f"'{function}'"))
     assert "0 bytes spill stores, 0 bytes spill loads" in found
 

@@ -167,3 +167,10 @@ def test_a_tensor_elsewhere_is_no_address_for_a_kernel() -> None:
         converted(x, "norm: argument 2", gpu)
     assert converted(x, "norm: argument 2", torch.device("cpu")) == x.data_ptr()
     demand_device("x", x.to("meta"), torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("width", "warps"), [(128, 1), (256, 1), (640, 1), (1024, 4), (1152, 3), (1536, 6), (2048, 8), (4096, 8)]
+)
+def test_a_row_of_a_norm_is_shared_evenly(width: int, warps: int) -> None:
+    assert kernels.row_warps(width) == warps

@@ -21,10 +21,12 @@ from .errors import KernelError
 from .kernel import kernel
 
 CODES = torch.float8_e4m3fn
-_NORM_ROWS, _NORM_THREADS, _THREADS = 4, 128, 256
+_THREADS, _WARP = 256, 32
 _GEGLU_SLICE = 4096  # hidden values that one block writes
 _QUANTISE_THREADS, _QUANTISED_VALUES = 128, 16  # of a block; that a thread converts
 _BLOCK = 16  # values of NVFP4 under one scale
+_NORM_GROUP = 128  # values of a row that a warp reads at once
+_MOST_ROW_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def gated_residual_ada_rms_norm(
         check(op, residual=(residual, "rows width"), branch=(branch, "rows width"), gate=(gate, "width"))
         demand_dense(op, torch.bfloat16, branch=branch)
         demand_dense(op, torch.float32, alignment=4, gate=gate)
-    _launch_norm(op, residual, overlap, {}, residual, branch, gate, modulation, out, residual.shape[0], eps)
+    _launch_norm(op, residual, overlap, {}, residual, branch, gate, modulation, out, eps)
 
 
 def split_rope_write(
@@ -205,7 +207,7 @@ def _norm(
         demand_dense(function, torch.float32, multiplier=multiplier)
     choices = {"QUANTISED": int(quantiser is not None), "PARTS": parts}
     _launch_norm(
-        function, rows, overlap, choices, rows, branch, *table, out, scale, multiplier, count, part_rows, eps
+        function, rows, overlap, choices, rows, branch, *table, out, scale, multiplier, part_rows, eps
     )  # fmt: skip
 
 
@@ -227,12 +229,19 @@ def _parts(function: str, branch: Tensor | None, rows: int, width: int) -> tuple
 def _launch_norm(
     function: str, rows: Tensor, overlap: bool, choices: Mapping[str, int], *arguments: Tensor | int | float | None
 ) -> None:
-    if rows.shape[1] % 128:
-        raise ShapeError(f"{function}: the width must be a multiple of 128, got {rows.shape[1]}")
-    blocks = -(-rows.shape[0] // _NORM_ROWS)
-    kernel(_source("norms", overlap, COLS=rows.shape[1], **choices), function, rows.device).launch(
-        blocks, _NORM_THREADS, *arguments, overlap=overlap
+    count, width = rows.shape
+    if width % _NORM_GROUP:
+        raise ShapeError(f"{function}: the width must be a multiple of {_NORM_GROUP}, got {width}")
+    warps = row_warps(width)
+    kernel(_source("norms", overlap, COLS=width, ROW_WARPS=warps, **choices), function, rows.device).launch(
+        count, warps * _WARP, *arguments, overlap=overlap
     )
+
+
+def row_warps(width: int) -> int:
+    """Warps that share a row in a norm: as many as come out even with two groups of values or more for each."""
+    groups = width // _NORM_GROUP
+    return max(n for n in range(1, _MOST_ROW_WARPS + 1) if groups % n == 0 and (n == 1 or groups // n > 1))
 
 
 def _source(name: str, overlap: bool, **sizes: int) -> KernelSource:
