@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 import torch
 
@@ -26,8 +25,9 @@ class Tier(StrEnum):
     HOST = "host"
 
 
-class SessionState(NamedTuple):
-    """Everything about a session that is not in its regions.
+@dataclass(slots=True)  # made in half the time of a named tuple, when code is cold
+class SessionState:
+    """Everything about a session that is not in its regions. Nobody changes it.
 
     `unfilled` names the input windows that had to be filled before a stage might read them. They still have to be after
     a restore, whatever they hold then.
@@ -40,12 +40,16 @@ class SessionState(NamedTuple):
     unfilled: frozenset[str]
 
 
-@dataclass
+NOTHING_AWAITED: frozenset[str] = frozenset()
+"""The `unfilled` of most states."""
+
+
+@dataclass(slots=True)
 class Capsule:
     """One saved state: a description, the session's state, and the packed live bytes of its regions.
 
     The bytes arrive in the order of the stream that the session was on. `copied` tells a host when they are in pinned
-    memory; None where no copy of that kind is under way.
+    memory; None where no copy of that kind is under way. `last_use` is a number of the store's, which rises.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Capsule:
     keep: bool = False
     created_ns: int = field(default_factory=time.time_ns)
     copied: torch.cuda.Event | None = None
+    last_use: int = field(default=0, compare=False)
 
     def host_bytes(self) -> torch.Tensor:
         """uint8[nbytes] in host memory, after waiting for them; the block itself if that is where it lies."""

@@ -14,6 +14,9 @@ Move = Callable[[torch.Tensor, bool], None]
 CopyRegions = Callable[[torch.Tensor, Sequence[Segment]], Move]
 """(arena bytes, segments): prepares the copy of these segments once, so that a call of the result has little to do."""
 
+ALL_SEGMENTS = -1
+"""The mask that chooses every segment of a layout."""
+
 _PREPARED = 64  # moves; a session meets one for each prompt length, and a few more for parts of a layout
 
 
@@ -57,8 +60,10 @@ class RegionCopier:
         self._staging = torch.empty(staging, dtype=torch.uint8, device=arena.device) if on_gpu else arena[:0]
         self._near = self._staging[:0]
 
-    def gather(self, layout: Layout, block: torch.Tensor, mask: int) -> None:
+    def gather(self, layout: Layout, block: torch.Tensor, mask: int = ALL_SEGMENTS) -> bool:
         """Arena to `block`: uint8[layout.nbytes], on the arena's device or in (pinned) host memory.
+
+        Returns whether it leaves the device, so that a host which reads the block has to wait for it.
 
         Bit i of `mask` chooses segment i of the layout. Unless all are chosen, the block must lie on the arena's
         device.
@@ -66,12 +71,13 @@ class RegionCopier:
         move = self._moves.get((layout.key, mask)) or self._prepared(layout, mask)
         if self._index < 0 or block.get_device() == self._index:
             move(block, True)
-            return
+            return False
         near = self._staged(block)
         move(near, True)
         block.copy_(near, non_blocking=True)
+        return True
 
-    def scatter(self, layout: Layout, block: torch.Tensor, mask: int) -> None:
+    def scatter(self, layout: Layout, block: torch.Tensor, mask: int = ALL_SEGMENTS) -> None:
         """`block` to the arena; only the segments that `mask` chooses, wherever the block lies."""
         move = self._moves.get((layout.key, mask)) or self._prepared(layout, mask)
         if self._index >= 0 and block.get_device() != self._index:

@@ -25,12 +25,13 @@ class Driver:
     """The driver's functions that enqueue. They work in the context that is current on the calling thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, size, count = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self.upload = _function(library, "cuMemcpyHtoDAsync_v2", ctypes.c_uint64, pointer, size, pointer)
         self.download = _function(library, "cuMemcpyDtoHAsync_v2", pointer, ctypes.c_uint64, size, pointer)
         self.record = _function(library, "cuEventRecord", pointer, pointer)
         self.finish = _function(library, "cuStreamSynchronize", pointer)
-        self.launch = _function(library, "cuLaunchKernel", pointer, *(count,) * 7, pointer, pointer, pointer)
+        self.launch: DriverCall = library.cuLaunchKernelEx
+        """Takes four addresses, as `ctypes.byref` makes them: no types are declared, which would convert each anew."""
         self._name = _function(library, "cuGetErrorName", ctypes.c_int, pointer)
 
     def name_of(self, result: int) -> str:
@@ -67,7 +68,9 @@ def driver() -> Driver:
         raise DriverError(f"{LIBRARY} cannot be used ({error}); install an NVIDIA driver") from None
 
 
-def current_stream(index: int) -> int:
-    """Handle of torch's current stream on GPU number `index`."""
-    handle: int = torch._C._cuda_getCurrentRawStream(index)
-    return handle
+def _no_stream(index: int) -> int:
+    raise DriverError(f"this build of PyTorch has no CUDA, so GPU {index} has no stream; install one that has")
+
+
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
+"""Handle of torch's current stream on the GPU of this number. torch's own function, without one of ours around it."""

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ _FORMAT = "flashrt_ros.capsule"
 _HEADER = struct.Struct("<Q")  # safetensors: length of the JSON header, then the header, then the payload
 _MAX_HEADER = 16 << 20
 
+AnyPath = str | Path
+
 
 def save_capsule(capsule: Capsule, path: Path) -> None:
     """Write `capsule` to `path`, replacing an older file only when the new one is whole.
@@ -59,7 +60,7 @@ def save_capsule(capsule: Capsule, path: Path) -> None:
         raise storage_error(path, error) from None
 
 
-def load_capsule(path: Path, name: str | None = None) -> Capsule:
+def load_capsule(path: AnyPath, name: str | None = None) -> Capsule:
     """Read a capsule from `path`, checked to the last bit, into ordinary memory.
 
     Raises:
@@ -68,19 +69,11 @@ def load_capsule(path: Path, name: str | None = None) -> Capsule:
         CapsuleStorageError: the file cannot be read.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            header = _read_header(path, file)
-            with _begin_reading(path, file, header) as payload:
-                payload.finish_reading()
-                tensors, manifest = _parse_header(path, header)  # meanwhile, and so on until the digest is asked for
-                piece_bytes = _piece_bytes(path, manifest)
-                contract, offsets = _contract(path, manifest)
-                layout = live_layout(contract, offsets, manifest["extents"])
-                _check_table(path, tensors, layout, len(payload.block) + len(payload.generator))
-                capsule = _rebuild(manifest, payload, contract, layout, name)
-                if manifest["sha256"] != payload.digest(piece_bytes):
-                    raise CapsuleFileError(path, "sha256", "the payload was altered")
-            return capsule
+        file = os.open(path, os.O_RDONLY)  # a file object would take longer to make than the header to read
+        try:
+            return _load(path, file, name)
+        finally:
+            os.close(file)
     except OSError as error:
         raise storage_error(path, error) from None
     except CapsuleFileError:
@@ -106,7 +99,7 @@ def describe_capsule(path: Path) -> CapsuleDescription:
     """Read the head of a capsule file; raises as `load_capsule` does, but does not look at the payload."""
     try:
         with open(path, "rb", buffering=0) as file:
-            _, manifest = _parse_header(path, _read_header(path, file))
+            _, manifest = _parse_header(path, _read_header(path, file.fileno()))
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise storage_error(path, error) from None
@@ -172,7 +165,7 @@ def _synchronise_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def storage_error(path: Path, error: OSError) -> CapsuleStorageError:
+def storage_error(path: AnyPath, error: OSError) -> CapsuleStorageError:
     """The kind of CapsuleStorageError that `error` is, with the path and what to do."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(f"{path}: no space left on the disk; free some, or save elsewhere")
@@ -181,16 +174,31 @@ def storage_error(path: Path, error: OSError) -> CapsuleStorageError:
     return CapsuleStorageError(f"{path}: {error.strerror or error}")
 
 
-def _read_header(path: Path, file: FileIO) -> bytes:
+def _load(path: AnyPath, file: int, name: str | None) -> Capsule:
+    header = _read_header(path, file)
+    with _begin_reading(path, file, header) as payload:
+        payload.finish_reading()
+        tensors, manifest = _parse_header(path, header)  # meanwhile, and so on until the digest is asked for
+        piece_bytes = _piece_bytes(path, manifest)
+        contract, offsets = _contract(path, manifest)
+        layout = live_layout(contract, offsets, manifest["extents"])
+        _check_table(path, tensors, layout, len(payload.block) + len(payload.generator))
+        capsule = _rebuild(manifest, payload, contract, layout, name)
+        if manifest["sha256"] != payload.digest(piece_bytes):
+            raise CapsuleFileError(path, "sha256", "the payload was altered")
+    return capsule
+
+
+def _read_header(path: AnyPath, file: int) -> bytes:
     """The header as it is; leaves `file` at the first byte of the payload."""
-    length = _header_length(path, file.read(_HEADER.size))
-    header = file.read(length)
+    length = _header_length(path, os.read(file, _HEADER.size))
+    header = os.read(file, length)
     if len(header) < length:
         raise CapsuleFileError(path, "header", "truncated inside the header")
     return header
 
 
-def _begin_reading(path: Path, file: FileIO, header: bytes) -> PayloadReading:
+def _begin_reading(path: AnyPath, file: int, header: bytes) -> PayloadReading:
     """Read all that is left, taking its end for the generator's state; `_check_table` looks whether it is.
 
     Of a file that surely is no capsule nothing is read, as it may be of any size.
@@ -198,13 +206,13 @@ def _begin_reading(path: Path, file: FileIO, header: bytes) -> PayloadReading:
     if _FORMAT.encode() not in header:
         _parse_header(path, header)  # which knows better why
         raise ForeignFileError(path, "format", "not a capsule file")
-    start = file.tell()
-    size = os.fstat(file.fileno()).st_size - start
+    start = _HEADER.size + len(header)
+    size = os.lseek(file, 0, os.SEEK_END) - start
     block_bytes = max(0, size - state_bytes())
     return PayloadReading(file, start, block_bytes, size - block_bytes)
 
 
-def _header_length(path: Path, start: bytes) -> int:
+def _header_length(path: AnyPath, start: bytes) -> int:
     if len(start) < _HEADER.size:
         raise ForeignFileError(path, "header", "too short to be a capsule file")
     length = int(_HEADER.unpack(start)[0])
@@ -213,7 +221,7 @@ def _header_length(path: Path, start: bytes) -> int:
     return length
 
 
-def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parse_header(path: AnyPath, header: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         tensors = json.loads(header)
         metadata = tensors.pop("__metadata__")
@@ -232,7 +240,7 @@ def _parse_header(path: Path, header: bytes) -> tuple[dict[str, Any], dict[str, 
     return tensors, manifest
 
 
-def _piece_bytes(path: Path, manifest: Mapping[str, Any]) -> int:
+def _piece_bytes(path: AnyPath, manifest: Mapping[str, Any]) -> int:
     """The size of pieces that the payload was digested in when the file was written."""
     recorded = manifest.get("sha256_piece_bytes")
     if type(recorded) is not int or recorded < LEAST_PIECE:  # True is an int, too
@@ -248,7 +256,7 @@ def _parsed(text: str) -> tuple[Contract, Mapping[str, int]]:
     return contract, arena_offsets(contract)[0]
 
 
-def _contract(path: Path, manifest: Mapping[str, Any]) -> tuple[Contract, Mapping[str, int]]:
+def _contract(path: AnyPath, manifest: Mapping[str, Any]) -> tuple[Contract, Mapping[str, int]]:
     """The contract in a manifest, and where its buffers lie in an arena."""
     try:
         contract, offsets = _parsed(manifest["contract"])
@@ -259,7 +267,7 @@ def _contract(path: Path, manifest: Mapping[str, Any]) -> tuple[Contract, Mappin
     return contract, offsets
 
 
-def _check_table(path: Path, tensors: Mapping[str, Any], layout: Layout, payload_bytes: int) -> None:
+def _check_table(path: AnyPath, tensors: Mapping[str, Any], layout: Layout, payload_bytes: int) -> None:
     if {key: tuple(entry["data_offsets"]) for key, entry in tensors.items()} != _ranges(layout, payload_bytes):
         raise CapsuleFileError(path, "regions", "truncated, or the tensor table does not fit the contract")
     generator_bytes = payload_bytes - layout.nbytes
@@ -273,7 +281,7 @@ def _rebuild(
     consumed = {key: None if seen is None else tuple(seen) for key, seen in manifest["consumed"].items()}
     versions = {buffer.name: manifest["versions"].get(buffer.name, 0) for buffer in contract.buffers}
     awaiting = {name for name in input_windows(contract) if not versions[name] or name in manifest["unfilled"]}
-    ledger = LedgerState(versions, consumed, manifest["ran_for"], manifest["variant"], contents={})
+    ledger = LedgerState(versions, consumed, manifest["ran_for"], manifest["variant"], contents={}, unsaved={})
     state = SessionState(
         ledger,
         manifest["extents"],

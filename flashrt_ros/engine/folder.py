@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ class CapsuleFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._prefix = os.path.join(path, "")
 
     def __contains__(self, name: str) -> bool:
         return self.file_of(name).is_file()
@@ -47,9 +49,9 @@ class CapsuleFolder:
 
     def load(self, name: str) -> Capsule:
         """Read and check the capsule called `name`; UnknownCapsuleError, CapsuleFileError and its kinds."""
-        path = self.file_of(name)
+        file = f"{self._prefix}{checked_capsule_name(name)}{SUFFIX}"  # sooner made than a Path, which nobody waits for
         try:
-            return load_capsule(path, name)
+            return load_capsule(file, name)
         except CapsuleStorageError:
             self._existing(name)  # which says so if there is no such file
             raise

@@ -33,11 +33,15 @@ LayoutKey = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """The live segments of a contract at certain extents, and the size of the packed block that holds them."""
+    """The live segments of a contract at certain extents, and the size of the packed block that holds them.
+
+    States share `extents`, so nobody may change them.
+    """
 
     segments: tuple[Segment, ...]
     nbytes: int
     key: LayoutKey
+    extents: Mapping[str, int]
 
 
 def live_layout(
@@ -56,7 +60,8 @@ def live_layout(
         segment = Segment(region, offsets[region.buffer] + region.offset, region.block_bytes, region.blocks, live, end)
         end += -(-(region.nbytes if reserve else segment.nbytes) // PACKING) * PACKING
         segments.append(segment)
-    return Layout(tuple(segments), end, (reserve, *(extents[extent.name] for extent in contract.extents)))
+    rows = {extent.name: extents[extent.name] for extent in contract.extents}
+    return Layout(tuple(segments), end, (reserve, *rows.values()), rows)
 
 
 def _live_bytes(contract: Contract, region: Region, extents: Mapping[str, int]) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from functools import partial
-from io import FileIO
 from itertools import count, pairwise
 
 import numpy as np
 
-from .crew import SharedWork
+from .crew import SharedWork, closed_gate, pass_gate
 
 PIECE = 1 << 20  # bytes of one digest
 LEAST_PIECE = 64 << 10  # smaller ones would take longer to hand out than to digest
@@ -31,24 +29,27 @@ class PayloadReading:
     Leaving the context waits for them, so the file can be closed afterwards.
 
     Args:
-        file: where the payload is.
+        file: descriptor of the file that the payload is in.
         start: its first byte in the file.
         block_bytes: length of its block, uint8[block_bytes].
         generator_bytes: length of the noise generator's state behind it.
     """
 
-    def __init__(self, file: FileIO, start: int, block_bytes: int, generator_bytes: int) -> None:
+    def __init__(self, file: int, start: int, block_bytes: int, generator_bytes: int) -> None:
         data = np.empty(block_bytes + generator_bytes, dtype=np.uint8)
-        self.block, self.generator = data[:block_bytes], data[block_bytes:]
         target = data.data
         cuts = [*range(0, block_bytes, PIECE), block_bytes, len(data)]
-        self._descriptor = file.fileno()
-        self._pieces = len(cuts) - 1
+        pieces = [target[begin:end] for begin, end in pairwise(cuts)]
+        last = max(0, len(pieces) - 2)  # the generator's state comes with the last piece of the block
+        parts = [(cut, piece, [piece]) for cut, piece in zip(cuts[:last], pieces[:last], strict=True)]
+        parts.append((cuts[last], target[cuts[last] :], pieces[last:]))
+        self._file = file
+        self._parts = len(parts)
         self._read = count(1)  # safe to advance by any thread
-        self._all_read = threading.Event()
-        self._work = SharedWork(
-            [partial(self._read_and_digest, start + begin, target[begin:end]) for begin, end in pairwise(cuts)]
-        )
+        self._all_read = closed_gate()
+        calls = [partial(self._read_and_digest, start + cut, part, pieces) for cut, part, pieces in parts]
+        self._work = SharedWork(calls, most_helpers=len(calls))
+        self.block, self.generator = data[:block_bytes], data[block_bytes:]  # while others wake
 
     def __enter__(self) -> PayloadReading:
         return self
@@ -66,7 +67,7 @@ class PayloadReading:
         """
         while self._work.do_spare():
             pass
-        self._all_read.wait(_LONGEST_WAIT)
+        pass_gate(self._all_read, _LONGEST_WAIT)
 
     def digest(self, piece_bytes: int = PIECE) -> str:
         """What `digest` says of the bytes that were read, after the rest of them; OSError if they could not be.
@@ -77,19 +78,20 @@ class PayloadReading:
         digests = self._work.finish()
         return _root(digests) if piece_bytes == PIECE else digest(self.block, self.generator, piece_bytes)
 
-    def _read_and_digest(self, offset: int, target: memoryview) -> bytes:
+    def _read_and_digest(self, offset: int, part: memoryview, pieces: list[memoryview]) -> bytes:
+        """Fill `part`, and return the digests of the pieces that it consists of, one behind the other."""
         try:
-            _read(self._descriptor, offset, target)
+            _read(self._file, offset, part)
         finally:
-            if next(self._read) == self._pieces:
-                self._all_read.set()
-        return _sha256(target)
+            if next(self._read) == self._parts:
+                self._all_read.release()
+        return b"".join(map(_sha256, pieces))
 
 
-def _read(descriptor: int, offset: int, target: memoryview) -> None:
+def _read(file: int, offset: int, target: memoryview) -> None:
     done = 0
     while done < len(target):
-        got = os.preadv(descriptor, [target[done:]], offset + done)
+        got = os.preadv(file, [target[done:]], offset + done)
         if not got:
             raise OSError(f"the file became shorter while it was read, at byte {offset + done}")
         done += got

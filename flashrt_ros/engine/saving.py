@@ -1,15 +1,19 @@
-"""The part of a session that saves its state and goes back to it."""
+"""The part of a session that saves its state and goes back to it.
+
+Behind a decision the caches hold nothing of a snapshot's code, so that every call and every object costs a microsecond
+or more. Hence the steps are written out here, and properties and context managers are left to what may take longer.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set as AbstractSet
 
 import torch
 
 from ..contract import Contract
 from .capsule import Capsule, Parked, Tier, checked_capsule_name
 from .errors import FingerprintError, StateError
+from .graphs import GraphSet
 from .keeper import StateKeeper
 from .store import CapsuleStore
 from .turn import Turn
@@ -21,8 +25,8 @@ class StateSaving(ABC):
     contract: Contract
     device: torch.device
     _capsules: CapsuleStore | None
+    _graphs: GraphSet | None
     _keeper: StateKeeper
-    _unfilled: set[str]
     _driving: Turn
 
     @abstractmethod
@@ -45,27 +49,38 @@ class StateSaving(ABC):
         Raises:
             CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
         """
-        with self._driving.begin("snapshot"):
-            self._require_configured()
-            layout = self._keeper.live()
-
-            def make(block: torch.Tensor, tier: Tier) -> Capsule:
-                state = self._keeper.save(layout, block, self._unfilled)
-                capsule = Capsule(name, self.contract, state, layout, block, tier, description, keep)
-                if tier is Tier.HOST and self.device.type == "cuda":
+        self._driving.begin("snapshot")
+        try:
+            if self._graphs is None:
+                self._require_configured()
+            keeper = self._keeper
+            layout = keeper.live or keeper.lay_out()
+            store = self._capsules if self._capsules is not None else self.capsules
+            held = store.place_of(name, layout.nbytes, replace)
+            block, tier = store.make_room(name, layout.nbytes) if held is None else (held.block, held.tier)
+            try:
+                far = keeper.copier.gather(layout, block)  # first, so that a GPU copies while the rest is collected
+                capsule = Capsule(name, self.contract, keeper.state(layout), layout, block, tier, description, keep)
+                if far:
                     capsule.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     capsule.copied.record(torch.cuda.current_stream(self.device))
-                return capsule
-
-            return self.capsules.add(name, layout.nbytes, make, replace=replace)
+            except BaseException:
+                store.give_up(name, block, tier)
+                raise
+            store.put(capsule)
+            return capsule
+        finally:
+            self._driving.end()
 
     def capture(self, name: str, *, description: str = "", keep: bool = False) -> Capsule:
         """The live state as a capsule in memory of its own, outside the store; for writing it to a file."""
         with self._driving.begin("snapshot"):
             self._require_configured()
-            layout = self._keeper.live()
+            keeper = self._keeper
+            layout = keeper.live or keeper.lay_out()
             block = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            state = self._keeper.save(layout, block, self._unfilled)
+            keeper.copier.gather(layout, block)
+            state = keeper.state(layout)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             return Capsule(
@@ -81,13 +96,15 @@ class StateSaving(ABC):
         Raises:
             UnknownCapsuleError, FingerprintError: nothing was changed.
         """
-        capsule = self.capsules.get(name)
+        store = self._capsules if self._capsules is not None else self.capsules
+        capsule = store.get(name)
         self.adopt(capsule)
         return capsule
 
     def fork(self, name: str, session: StateSaving) -> Capsule:
         """Bring `session`, which must run an equal contract, to the state saved under `name`."""
-        capsule = self.capsules.get(name)
+        store = self._capsules if self._capsules is not None else self.capsules
+        capsule = store.get(name)
         session.adopt(capsule)
         return capsule
 
@@ -95,9 +112,15 @@ class StateSaving(ABC):
         """Go to the state that `capsule` holds; FingerprintError if it is of another contract."""
         if capsule.contract is not self.contract and capsule.fingerprint != self.contract.fingerprint:
             raise FingerprintError(capsule.name, self.contract.differences(capsule.contract))
-        with self._driving.begin("restore"):
-            self._require_configured()
-            self._await_filling(self._keeper.load(capsule.state, capsule.layout, capsule.block))
+        self._driving.begin("restore")
+        try:
+            if self._graphs is None:
+                self._require_configured()
+            keeper, layout = self._keeper, capsule.layout
+            keeper.copier.scatter(layout, capsule.block)  # first here too
+            keeper.go_back(capsule.state, layout)
+        finally:
+            self._driving.end()
 
     def new_parked(self) -> Parked:
         """A place for `park`; the only allocation that parking needs."""
@@ -107,7 +130,7 @@ class StateSaving(ABC):
         """Save the live state into `parked`, copying only what changed since it was last saved there."""
         with self._driving.begin("park"):
             self._require_configured()
-            self._keeper.park(parked, self._unfilled)
+            self._keeper.park(parked)
 
     def unpark(self, parked: Parked) -> None:
         """Go to the state that `parked` holds, copying only what differs."""
@@ -115,8 +138,14 @@ class StateSaving(ABC):
             raise StateError("nothing was parked there yet")
         with self._driving.begin("restore"):
             self._require_configured()
-            self._await_filling(self._keeper.unpark(parked.state, parked.layout, parked.block))
+            self._keeper.unpark(parked.state, parked.layout, parked.block)
 
-    def _await_filling(self, windows: AbstractSet[str]) -> None:
-        self._unfilled.clear()
-        self._unfilled.update(windows)
+    def _let_go(self) -> None:
+        """Free what snapshots and restores left behind.
+
+        That touches every name and number of the books and some code of torch. A snapshot or a restore should not wait
+        for it; when noise is drawn, a GPU is at work.
+        """
+        self._keeper.left = None
+        if self._capsules is not None:
+            self._capsules.replaced = None

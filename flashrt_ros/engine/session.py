@@ -24,7 +24,7 @@ from .errors import (
 )
 from .filling import FillingBlock
 from .graphs import GraphSet, StageBody
-from .keeper import StateKeeper, static_without_writer
+from .keeper import SessionBooks, StateKeeper, static_without_writer
 from .noise import Noise
 from .saving import StateSaving
 from .store import CapsuleStore
@@ -78,10 +78,9 @@ class Session(StateSaving):
         self._inputs = {name: window for name, window in self._windows.items() if window.buffer.filled_by_host}
         self._in_flight = {stage.name: self._read_in_place(stage) for stage in contract.stages}
         self._ledger = VersionLedger(contract, contract.variants[0].name)
-        self._keeper = StateKeeper(
-            contract, self.arena, self._ledger, self._windows, self.extents, self._noise, self.notes, copy_regions
-        )
         self._unfilled = set(self._inputs)
+        books = SessionBooks(self._ledger, self.extents, self._noise, self.notes, self._unfilled)
+        self._keeper = StateKeeper(contract, self.arena, self._windows, books, copy_regions)
         self._graphs: GraphSet | None = None
         self._closed = False
         self._driving = Turn()
@@ -108,7 +107,7 @@ class Session(StateSaving):
         if self._graphs is not None or self._closed:
             raise StateError("a session is configured once; build a new one to configure again")
         for name in static_without_writer(self.contract):
-            if self._ledger.versions[name] == 0:
+            if self._ledger.state.versions[name] == 0:
                 raise UnfilledWindowError(f"STATIC buffer '{name}' was not prepared; call prepare() first")
         self._graphs = GraphSet(self.contract, self._bodies, self.arena, self.device)
         for buffer in self.contract.buffers:
@@ -161,6 +160,7 @@ class Session(StateSaving):
             raise WindowError(f"window '{name}' is {window.tensor.dtype}, noise is drawn into float32 windows only")
         with self.window(name):
             self._noise.draw(window.tensor)
+            self._let_go()
 
     def seed(self, seed: int) -> None:
         """Restart the noise generator."""
@@ -276,11 +276,11 @@ class Session(StateSaving):
     @property
     def versions(self) -> dict[str, int]:
         """A copy of every buffer's version."""
-        return dict(self._ledger.versions)
+        return dict(self._ledger.state.versions)
 
     def content(self, name: str) -> int:
         """A number for what buffer `name` holds. Where two of this process are equal, so are the bytes."""
-        return self._ledger.contents[self.contract.buffer(name).name]
+        return self._ledger.content(self.contract.buffer(name).name)
 
     @property
     def fingerprint(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
+from itertools import count
 
 import torch
 
@@ -15,6 +15,8 @@ from .slab import Slab
 
 DEFAULT_DEVICE_BYTES = 256 << 20
 DEFAULT_HOST_BYTES = 256 << 20
+
+_BEST = Tier.DEVICE  # by a name of this module, as looking into an enum class takes longer
 
 
 class CapsuleStore:
@@ -41,8 +43,11 @@ class CapsuleStore:
             Tier.DEVICE: Slab(device_bytes, device),
             Tier.HOST: Slab(host_bytes, torch.device("cpu"), pinned=self._on_gpu),
         }
-        self._capsules: OrderedDict[str, Capsule] = OrderedDict()  # least recently used first
+        self._capsules: dict[str, Capsule] = {}
+        self._uses = count(1)
         self.evicted: list[str] = []
+        self.replaced: Capsule | None = None
+        """The last one in whose place another was written, if nobody has let it go since."""
 
     def __len__(self) -> int:
         return len(self._capsules)
@@ -70,7 +75,7 @@ class CapsuleStore:
             checked_capsule_name(name)
             known = ", ".join(sorted(self._capsules)) or "none"
             raise UnknownCapsuleError(f"no capsule is called '{name}'; there are: {known}")
-        self._capsules.move_to_end(name)
+        capsule.last_use = next(self._uses)
         return capsule
 
     def add(
@@ -88,44 +93,74 @@ class CapsuleStore:
         Raises:
             CapsuleNameError, CapsuleExistsError, BudgetFullError: nothing was changed.
         """
-        held = self._capsules.get(name)
-        if held is None or not replace:
-            self._require_new(name)
-        elif self._has_its_place(held, nbytes):
-            return self._overwrite(held, make)
-        block, tier = self._make_room(name, nbytes)
+        held = self.place_of(name, nbytes, replace)
+        block, tier = self.make_room(name, nbytes) if held is None else (held.block, held.tier)
         try:
             capsule = make(block, tier)
         except BaseException:
-            self._slabs[tier].give_back(block)
+            self.give_up(name, block, tier)
             raise
-        if name in self._capsules:
-            self._forget(name)
-        self._capsules[name] = capsule
-        return capsule
-
-    def _has_its_place(self, held: Capsule, nbytes: int) -> bool:
-        """Whether a new capsule of `nbytes` would lie just where `held` does: it fits, and no better tier has room."""
-        return held.layout.nbytes == nbytes and (held.tier is Tier.DEVICE or nbytes > self._slabs[Tier.DEVICE].nbytes)
-
-    def _overwrite(self, held: Capsule, make: Callable[[torch.Tensor, Tier], Capsule]) -> Capsule:
-        try:
-            capsule = make(held.block, held.tier)
-        except BaseException:
-            self._forget(held.name)  # some of its bytes may be of the new one
-            raise
-        self._capsules[held.name] = capsule
-        self._capsules.move_to_end(held.name)
+        self.put(capsule)
         return capsule
 
     def require_room(self, name: str, nbytes: int, *, replace: bool = False) -> None:
         """Raise what `add` would raise for a capsule of `nbytes` bytes, without changing anything."""
+        if self.place_of(name, nbytes, replace) is None:
+            self._plan(name, nbytes)
+
+    # -- the steps of `add`, for a session, which takes them itself -----------------------------------------------
+
+    def place_of(self, name: str, nbytes: int, replace: bool) -> Capsule | None:
+        """The capsule in whose place a new one of `nbytes` goes: it fits, and no better tier has room.
+
+        None if the new one needs room of its own; CapsuleNameError or CapsuleExistsError if it may not be called so.
+        """
         held = self._capsules.get(name)
         if held is None or not replace:
             self._require_new(name)
-        elif self._has_its_place(held, nbytes):
-            return
-        self._plan(name, nbytes)
+        elif held.layout.nbytes == nbytes and (held.tier is _BEST or nbytes > self._slabs[_BEST].nbytes):
+            return held
+        return None
+
+    def put(self, capsule: Capsule) -> None:
+        """Keep `capsule`, whose block is that of its place or of `make_room`, instead of any other of its name."""
+        name = capsule.name
+        held = self._capsules.get(name)
+        if held is not None:
+            self.replaced = held
+            if held.block is not capsule.block:
+                self._forget(name)
+        capsule.last_use = next(self._uses)
+        self._capsules[name] = capsule
+
+    def give_up(self, name: str, block: torch.Tensor, tier: Tier) -> None:
+        """Free a block that was not filled to the end, and with it the capsule in whose place it lies."""
+        held = self._capsules.get(name)
+        if held is not None and held.block is block:  # some of its bytes may be of the new one
+            self._forget(name)
+        else:
+            self._slabs[tier].give_back(block)
+
+    def make_room(self, name: str, nbytes: int) -> tuple[torch.Tensor, Tier]:
+        """A block for a capsule called `name`, for which others may move or go; BudgetFullError if none may."""
+        for tier, slab in self._slabs.items():
+            block = slab.take(nbytes)
+            if block is not None:  # the usual case, for which no plan is needed
+                return block, tier
+            if nbytes <= slab.nbytes:  # what is there must move or go
+                break
+        plan = self._plan(name, nbytes)
+        for step in plan.steps:
+            if isinstance(step, Evict):
+                self._forget(step.name)
+                self.evicted.append(step.name)
+            else:
+                self._demote(step)
+        block = self._slabs[plan.tier].take(nbytes)
+        assert block is not None, "the plan was made on a copy of these very free lists"
+        return block, plan.tier
+
+    # -- other ways in and out ------------------------------------------------------------------------------------
 
     def insert(self, capsule: Capsule, *, replace: bool = False) -> Capsule:
         """Keep a copy of `capsule`, which may lie in memory of its own (as one that was read from a file does)."""
@@ -154,7 +189,8 @@ class CapsuleStore:
     def _plan(self, name: str, nbytes: int) -> Placement:
         free = {tier: slab.free for tier, slab in self._slabs.items()}
         offsets = {c.name: self._slabs[c.tier].offset(c.block) for c in self._capsules.values()}
-        plan = plan_placement(nbytes, list(self._capsules.values()), offsets, free)
+        by_use = sorted(self._capsules.values(), key=lambda capsule: capsule.last_use)
+        plan = plan_placement(nbytes, by_use, offsets, free)
         if plan is None:
             kept = sum(capsule.keep for capsule in self._capsules.values())
             raise BudgetFullError(
@@ -163,24 +199,6 @@ class CapsuleStore:
                 "drop one or raise the budget"
             )
         return plan
-
-    def _make_room(self, name: str, nbytes: int) -> tuple[torch.Tensor, Tier]:
-        for tier, slab in self._slabs.items():
-            block = slab.take(nbytes)
-            if block is not None:  # the usual case, for which no plan is needed
-                return block, tier
-            if nbytes <= slab.nbytes:  # what is there must move or go
-                break
-        plan = self._plan(name, nbytes)
-        for step in plan.steps:
-            if isinstance(step, Evict):
-                self._forget(step.name)
-                self.evicted.append(step.name)
-            else:
-                self._demote(step)
-        block = self._slabs[plan.tier].take(nbytes)
-        assert block is not None, "the plan was made on a copy of these very free lists"
-        return block, plan.tier
 
     def _demote(self, step: Demote) -> None:
         capsule = self._capsules[step.name]

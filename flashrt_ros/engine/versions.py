@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
 from ..contract import Contract, Rate, Role, Stage
 from ..contract.graph import rate_of
@@ -12,10 +13,15 @@ from .errors import StaleInputError, StaleVariantError
 _content_ids = count(1)  # unique in the process: two buffers with equal ids hold equal bytes
 
 
-class LedgerState(NamedTuple):
-    """What a ledger knew at one moment. `contents` is empty in a state that came from another process.
+@dataclass(slots=True)
+class LedgerState:
+    """What a ledger knows at one moment. The contents are empty in a state that came from another process.
 
-    The dicts are shared with the ledger until it next changes, so nobody may change them.
+    It is the ledger's own until the ledger next changes and takes a copy, so nobody else may change it.
+
+    Args:
+        contents: numbers of what the saved buffers hold; a restore takes them over.
+        unsaved: those of the buffers that no restore changes, though what they hold matters after their stage.
     """
 
     versions: dict[str, int]
@@ -23,6 +29,18 @@ class LedgerState(NamedTuple):
     ran_for: dict[str, str]
     variant: str
     contents: dict[str, int]
+    unsaved: dict[str, int]
+
+    def copy(self) -> LedgerState:
+        """An independent twin."""
+        return LedgerState(
+            self.versions.copy(),
+            self.consumed.copy(),
+            self.ran_for.copy(),
+            self.variant,
+            self.contents.copy(),
+            self.unsaved.copy(),
+        )
 
 
 class VersionLedger:
@@ -33,85 +51,103 @@ class VersionLedger:
     """
 
     def __init__(self, contract: Contract, variant: str) -> None:
-        self.versions: dict[str, int] = {buffer.name: 0 for buffer in contract.buffers}
-        self.contents: dict[str, int] = {buffer.name: next(_content_ids) for buffer in contract.buffers}
         self._saved = tuple(dict.fromkeys(region.buffer for region in contract.regions))
-        self._unsaved = tuple(_volatile(contract).difference(self._saved))
         self.variant = variant
         self._inputs = {stage.name: contract.inputs(stage) for stage in contract.stages}
         self._writes = {stage.name: stage.writes for stage in contract.stages}
         self._shaped = {stage.name for stage in contract.stages if stage.variants}
         self._upstream = _upstream(contract)
         self._writers = {name: tuple(s.name for s in stages) for name, stages in contract.writers.items()}
-        self._rerun = {name: self._writers[name] for name in self._unsaved if name in self._writers}  # who makes it
-        self._consumed: dict[str, tuple[int, ...] | None] = dict.fromkeys(self._inputs)
-        self._ran_for: dict[str, str] = {}
-        self._shared = False  # whether a state has the very dicts
+        forgotten = _volatile(contract).difference(self._saved)  # by a capsule
+        self._awaited = tuple(b.name for b in contract.buffers if b.filled_by_host and b.name in forgotten)
+        remade = forgotten.intersection(self._writers)
+        self._remade = tuple((name, dict.fromkeys(self._writers[name])) for name in remade)
+        self._settled = _new_contents({buffer.name for buffer in contract.buffers}.difference(self._saved, forgotten))
+        self.state = LedgerState(
+            versions={buffer.name: 0 for buffer in contract.buffers},
+            consumed=dict.fromkeys(self._inputs),
+            ran_for={},
+            variant=variant,
+            contents=_new_contents(self._saved),
+            unsaved=_new_contents(forgotten),
+        )
+        """What is known now, but for the shape key, which it gets when it is saved. Only the methods here change it."""
+        self._shared = False  # whether somebody else has `state`, or dicts of it
+
+    def content(self, buffer: str) -> int:
+        """A number for what `buffer` holds. Where two of this process are equal, so are the bytes."""
+        return self._contents_with(self.state, buffer)[buffer]
 
     def bump(self, buffer: str) -> None:
         """Record one write to `buffer`."""
-        if self._shared:
-            self._part()
-        self.versions[buffer] += 1
-        self.contents[buffer] = next(_content_ids)
+        self._written(self._own(), (buffer,))
 
     def renew(self, buffer: str) -> None:
         """Record that `buffer` holds something else now, without a write that readers would have to follow."""
-        if self._shared:
-            self._part()
-        self.contents[buffer] = next(_content_ids)
+        self._contents_with(self._own(), buffer)[buffer] = next(_content_ids)
 
     def is_stale(self, stage: str) -> bool:
         """Whether a replay of `stage` could change what it wrote; says nothing of the stages before it."""
-        consumed = self._consumed[stage]
+        state = self.state
+        consumed = state.consumed[stage]
         if consumed is None or consumed != self._current(stage):
             return True
-        return stage in self._shaped and self._ran_for[stage] != self.variant
+        return stage in self._shaped and state.ran_for[stage] != self.variant
 
     def ran(self, stage: str) -> None:
         """Record a complete replay of `stage`."""
-        if self._shared:
-            self._part()
-        for name in self._writes[stage]:
-            self.bump(name)
-        self._consumed[stage] = self._current(stage)  # after the writes: a stage is not stale by its own update
-        self._ran_for[stage] = self.variant
+        state = self._own()
+        self._written(state, self._writes[stage])
+        state.consumed[stage] = self._current(stage)  # after the writes: a stage is not stale by its own update
+        state.ran_for[stage] = self.variant
 
     def failed(self, stage: str) -> None:
         """Record that a replay of `stage` broke off: what it wrote is worthless and so is what follows from it."""
-        if self._shared:
-            self._part()
-        for name in self._writes[stage]:
-            self.bump(name)
-        self._consumed[stage] = None
+        state = self._own()
+        self._written(state, self._writes[stage])
+        state.consumed[stage] = None
 
     def save(self) -> LedgerState:
         """The ledger as it is now."""
+        if self.state.variant != self.variant:
+            self._own().variant = self.variant
         self._shared = True
-        return LedgerState(self.versions, self._consumed, self._ran_for, self.variant, self.contents)
+        return self.state
 
-    def _part(self) -> None:
-        """Leave the dicts to the states that have them."""
-        self.versions, self.contents = self.versions.copy(), self.contents.copy()
-        self._consumed, self._ran_for = self._consumed.copy(), self._ran_for.copy()
-        self._shared = False
-
-    def load(self, state: LedgerState) -> set[str]:
+    def load(self, state: LedgerState) -> list[str]:
         """Go back to `state`, after the bytes of all regions have come back.
 
-        A stage whose output did not come back must run again. Returns the buffers that hold something else than
-        they did at `state`; of the windows among them the host must say what they hold, before a stage reads them.
+        A stage whose output did not come back must run again. Returns the windows that hold something else than
+        they did at `state` and that the host must fill, before a stage reads them.
         """
-        then, contents = state.contents, self.contents.copy()
-        known = map(then.__getitem__, self._saved) if then else _content_ids
-        contents.update(zip(self._saved, known, strict=False))
-        foreign = {name for name in self._unsaved if contents[name] != then.get(name)}
-        self.versions, self.contents = state.versions, contents
-        lost = [stage for name in foreign.intersection(self._rerun) for stage in self._rerun[name]]
-        self._consumed = state.consumed | dict.fromkeys(lost)
-        self._ran_for, self.variant = state.ran_for, state.variant
-        self._shared = True
-        return foreign
+        unsaved, then = self.state.unsaved, state.unsaved
+        contents, consumed = state.contents or _new_contents(self._saved), state.consumed
+        for name, never_ran in self._remade:
+            if unsaved[name] != then.get(name):
+                consumed = consumed | never_ran
+        self.variant = state.variant
+        self.state = LedgerState(state.versions, consumed, state.ran_for, state.variant, contents, unsaved)
+        self._shared = True  # its dicts are
+        return [name for name in self._awaited if unsaved[name] != then.get(name)]
+
+    def _own(self) -> LedgerState:
+        """The state, to be changed; one that somebody else has is left to them."""
+        if self._shared:
+            self.state = self.state.copy()
+            self._shared = False
+        return self.state
+
+    def _written(self, state: LedgerState, buffers: Iterable[str]) -> None:
+        versions = state.versions
+        for name in buffers:
+            versions[name] += 1
+            self._contents_with(state, name)[name] = next(_content_ids)
+
+    def _contents_with(self, state: LedgerState, buffer: str) -> dict[str, int]:
+        """Where the number for `buffer` is."""
+        if buffer in state.contents:
+            return state.contents
+        return state.unsaved if buffer in state.unsaved else self._settled
 
     def require_fresh_inputs(self, stage: str) -> None:
         """Raise StaleInputError if a stage that feeds `stage` is itself stale."""
@@ -129,22 +165,26 @@ class VersionLedger:
             return
         moved, consumed = self._moved_input(writer)
         if moved is None:
-            raise StaleVariantError(reader, writer, self._ran_for[writer], self.variant)
-        raise StaleInputError(reader, writer, moved, consumed, self.versions[moved])
+            raise StaleVariantError(reader, writer, self.state.ran_for[writer], self.variant)
+        raise StaleInputError(reader, writer, moved, consumed, self.state.versions[moved])
 
     def _moved_input(self, stage: str) -> tuple[str | None, int | None]:
-        consumed = self._consumed[stage]
+        consumed = self.state.consumed[stage]
         if consumed is None:
             name = self._inputs[stage][0] if self._inputs[stage] else self._writes[stage][0]
             return name, None
         for name, then in zip(self._inputs[stage], consumed, strict=True):
-            if self.versions[name] != then:
+            if self.state.versions[name] != then:
                 return name, then
         return None, None
 
     def _current(self, stage: str) -> tuple[int, ...]:
-        versions = self.versions
+        versions = self.state.versions
         return tuple([versions[name] for name in self._inputs[stage]])
+
+
+def _new_contents(buffers: Iterable[str]) -> dict[str, int]:
+    return {name: next(_content_ids) for name in buffers}
 
 
 def _volatile(contract: Contract) -> frozenset[str]:

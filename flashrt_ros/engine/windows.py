@@ -69,7 +69,8 @@ class Window:
         self._device_tensor = stages_read  # kept alive, as the driver is given its address
         self._addresses = stages_read.data_ptr(), host.data_ptr()
         self._row_bytes = host[0].nbytes
-        self._outdated = False
+        self.outdated = False
+        """Set by a restore that changed the device's side; the host's side follows when it is next edited or read."""
         self._queue = queue
         self._released = NOWHERE
         if queue is not None:
@@ -93,13 +94,9 @@ class Window:
         if self._queue is not None and not self._queue.is_done(self._released):
             self._event.synchronize()
 
-    def mark_outdated(self) -> None:
-        """The device's side was changed by a restore; the host's side follows when it is next edited or read."""
-        self._outdated = not self.in_place
-
     def refresh(self) -> None:
         """Bring the host's side up to date before a part of it is edited."""
-        if self._outdated:
+        if self.outdated:
             self.download()
 
     def download(self) -> None:
@@ -109,7 +106,7 @@ class Window:
         if not self.in_place:
             device, host = self._addresses
             self._queue.download(host, device, self.tensor.nbytes)
-            self._outdated = False
+            self.outdated = False
         self._queue.finish()
 
     def read(self) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -56,6 +57,62 @@ def test_calls_that_helpers_on_their_way_can_make_are_left_to_them(
         help_out()
     assert not work.do_spare()
     assert work.finish() == [bytes([n]) for n in range(5)]
+
+
+def test_helpers_may_be_called_for_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Callable[[], object]] = []
+    monkeypatch.setattr(crew, "_crew", lambda: SimpleNamespace(size=15, call=asked.append))
+    work = SharedWork([partial(_slow, n) for n in range(5)], most_helpers=5)
+    assert not work.do_spare()
+    assert len(asked) == 5
+    for help_out in asked:
+        help_out()
+    assert work.finish() == [bytes([n]) for n in range(5)]
+
+
+@pytest.mark.parametrize("pause", [0.0, 1e-5, 3e-4])
+def test_no_call_is_lost_however_threads_fall_asleep(pause: float) -> None:
+    team, made = crew._Crew(3), threading.Semaphore(0)
+
+    def ask() -> None:
+        for _ in range(200):
+            team.call(made.release)
+            team.call(made.release)
+            time.sleep(pause)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(made.acquire(timeout=10) for _ in range(3 * 200 * 2))
+    assert not made.acquire(timeout=0.01)
+
+
+def test_called_threads_run_side_by_side() -> None:
+    team, together = crew._Crew(4), threading.Barrier(5)
+    for _ in range(50):
+        for _ in range(4):
+            team.call(partial(together.wait, 10))
+        together.wait(10)
+
+
+def test_what_was_called_for_is_not_kept() -> None:
+    team, made = crew._Crew(1), threading.Event()
+
+    class Function:
+        def __call__(self) -> None:
+            made.set()
+
+    function = Function()
+    kept = weakref.ref(function)
+    team.call(function)
+    del function
+    assert made.wait(10)
+    deadline = time.monotonic() + 10
+    while kept() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert kept() is None
 
 
 def test_what_no_helper_came_for_is_done_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,8 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t n, void *s) { ret
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, void *s) { return GIVEN(P(to), from, n, P(s)); }
 int cuEventRecord(void *event, void *s) { return GIVEN(P(event), P(s)); }
 int cuStreamSynchronize(void *s) { return GIVEN(P(s)); }
-int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned h, void *s,
-                   void **p, void **x) {
-  return GIVEN(P(f), a, b, c, d, e, g, h, P(s), P(p), P(x));
+int cuLaunchKernelEx(const void *config, void *f, void **p, void **x) {
+  return GIVEN(P(config), P(f), P(p), P(x));
 }
 int cuGetErrorName(int code, const char **text) {
   *text = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : NULL;
@@ -86,9 +85,9 @@ def test_every_argument_arrives_whole(library: ctypes.CDLL, queue: DeviceQueue) 
     assert seen(library, 2) == [FAR + 2, FAR + 9]
     queue.finish()
     assert seen(library, 1) == [FAR + 9]
-    grid = (ctypes.c_uint(2**32 - 1), 1, 1, 256, 1, 1, 7)
-    assert Driver(library).launch(ctypes.c_void_p(FAR), *grid, FAR + 9, ctypes.c_void_p(FAR + 3), None) == 0
-    assert seen(library, 11) == [FAR, 2**32 - 1, 1, 1, 256, 1, 1, 7, FAR + 9, FAR + 3, 0]
+    addresses = [ctypes.byref(ctypes.c_byte.from_address(FAR + i)) for i in range(3)]
+    assert Driver(library).launch(*addresses, None) == 0
+    assert seen(library, 4) == [FAR, FAR + 1, FAR + 2, 0]
 
 
 def test_what_was_enqueued_before_a_finish_is_done_and_what_came_behind_is_not(queue: DeviceQueue) -> None:

@@ -229,7 +229,7 @@ class TestDamage:
         capsule = session.capsules.get("task")
         state = capsule.state.generator.numpy().tobytes()
         other = torch.frombuffer(bytearray(state + surplus if surplus else state[:-8]), dtype=torch.uint8)
-        altered = dataclasses.replace(capsule, state=capsule.state._replace(generator=other))
+        altered = dataclasses.replace(capsule, state=dataclasses.replace(capsule.state, generator=other))
         save_capsule(altered, path)
         with pytest.raises(CapsuleFileError, match=f"its {len(other)} bytes are no state of a generator") as caught:
             folder.load("task")

@@ -36,7 +36,7 @@ def test_reading_goes_on_when_no_helper_comes(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").write_bytes(data.tobytes())
     with (
         open(tmp_path / "file", "rb", buffering=0) as file,
-        PayloadReading(file, 0, len(data) - 40, 40) as payload,
+        PayloadReading(file.fileno(), 0, len(data) - 40, 40) as payload,
     ):
         payload.finish_reading()
         found = payload.digest()
@@ -51,7 +51,7 @@ def test_what_is_read_has_the_digest_of_what_was_written(tmp_path: Path, block_b
     (tmp_path / "file").write_bytes(b"header" + data.tobytes())
     with (
         open(tmp_path / "file", "rb", buffering=0) as file,
-        PayloadReading(file, len(b"header"), block_bytes, 40) as payload,
+        PayloadReading(file.fileno(), len(b"header"), block_bytes, 40) as payload,
     ):
         if at_once:
             payload.finish_reading()
@@ -72,7 +72,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error(tmp_path: Path
     (tmp_path / "file").write_bytes(bytes(100))
     with (
         open(tmp_path / "file", "rb", buffering=0) as file,
-        PayloadReading(file, 0, 150, 50) as payload,
+        PayloadReading(file.fileno(), 0, 150, 50) as payload,
     ):
         if at_once:
             payload.finish_reading()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashrt_ros.engine import CapsuleStore, Session, Tier, UnknownCapsuleError
+from flashrt_ros.engine.copier import RegionCopier
 from flashrt_ros.engine.slab import FreeList, Slab
 
 from ..contract.builders import make_contract
@@ -52,6 +53,35 @@ def test_a_replaced_capsule_becomes_the_most_recently_used() -> None:
     session.snapshot("a", replace=True)
     session.snapshot("c")
     assert [capsule.name for capsule in session.capsules.list()] == ["a", "c"]
+
+
+def test_a_restored_capsule_becomes_the_most_recently_used() -> None:
+    session = session_with(2, 0)
+    for name in ("a", "b"):
+        session.snapshot(name)
+    session.restore("a")
+    session.snapshot("c")
+    assert [capsule.name for capsule in session.capsules.list()] == ["a", "c"]
+
+
+def test_a_snapshot_that_breaks_off_leaves_neither_a_torn_capsule_nor_a_taken_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = session_with(2, 0)
+    session.snapshot("a")
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegionCopier, "gather", broken)
+        with pytest.raises(KeyboardInterrupt):
+            session.snapshot("b")
+        assert session.capsules.used(Tier.DEVICE) == 256
+        with pytest.raises(KeyboardInterrupt):
+            session.snapshot("a", replace=True)
+    assert (len(session.capsules), session.capsules.used(Tier.DEVICE)) == (0, 0)
+    session.snapshot("a")  # and the session may be driven again
 
 
 def test_a_demoted_capsule_that_is_replaced_comes_back_to_the_device() -> None:

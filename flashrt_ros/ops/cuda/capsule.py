@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,28 +63,41 @@ class CapsuleCopy:
 
 
 class PreparedCopy:
-    """The copy of certain segments of one arena: a call writes one address and one flag, and launches."""
+    """The copy of certain segments of one arena: a call for the block of the last one only launches."""
 
-    __slots__ = ("_arena", "_gather", "_launches", "_packed")
+    __slots__ = ("_aimed_at", "_arena", "_gather", "_packed", "_scatter")
 
     def __init__(self, copy_regions: Kernel, arena: torch.Tensor, segments: Sequence[Segment]) -> None:
         self._arena = arena  # kept alive
-        self._packed, self._gather = ctypes.c_void_p(), ctypes.c_int()
-        address = ctypes.c_void_p(arena.data_ptr())
+        self._packed = ctypes.c_void_p()
+        self._aimed_at: Callable[[], torch.Tensor | None] = _nothing  # whose address `_packed` is; not kept alive
         live = [segment for segment in segments if segment.nbytes]
-        self._launches = tuple(
-            PreparedLaunch(copy_regions, tiles, _THREADS, (address, self._packed, self._gather, table))
-            for table, tiles in (fill_table(live[i : i + _SEGMENTS]) for i in range(0, len(live), _SEGMENTS))
-        )
+        tables = [fill_table(live[i : i + _SEGMENTS]) for i in range(0, len(live), _SEGMENTS)]
+        address = ctypes.c_void_p(arena.data_ptr())
+
+        def launches(gather: bool) -> tuple[PreparedLaunch, ...]:
+            before = (address, self._packed, ctypes.c_int(gather))
+            return tuple(PreparedLaunch(copy_regions, tiles, _THREADS, (*before, table)) for table, tiles in tables)
+
+        self._gather, self._scatter = launches(True), launches(False)
 
     def __call__(self, packed: torch.Tensor, gather: bool) -> None:
         """Arena to `packed` (`gather`) or back, on the current stream; uint8 on the arena's device, 16-byte aligned."""
+        if self._aimed_at() is not packed:
+            self._aim(packed)
+        for launch in self._gather if gather else self._scatter:
+            launch()
+
+    def _aim(self, packed: torch.Tensor) -> None:
+        """Write the block's address, for which asking torch and ctypes takes as long as a launch, if code is cold."""
         address = packed.data_ptr()
         if address % PACKING:
             raise KernelError(f"a packed block begins at {address:#x}; give one that is aligned to {PACKING} bytes")
-        self._packed.value, self._gather.value = address, gather
-        for launch in self._launches:
-            launch()
+        self._packed.value, self._aimed_at = address, weakref.ref(packed)
+
+
+def _nothing() -> None:
+    return None
 
 
 def fill_table(segments: Sequence[Segment]) -> tuple[_Table, int]:
