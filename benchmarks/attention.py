@@ -34,7 +34,7 @@ LAYERS, REPEATS = {"image": 27, "prefix": 17}, 12
 SIZES = {"image": (2, 3), "prefix": (712, 968)}  # images; rows
 LIBRARY, OWN, LIBRARY_CODES, OWN_CODES = "PyTorch", "own", "PyTorch, then codes", "own, codes inside"
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
-    "image": ({"CLUSTER": 1}, {"CLUSTER": 4}, {"ROW_TILES": 1}),
+    "image": ({"CLUSTER": 1}, {"CLUSTER": 4}),
     "prefix": (),
 }
 

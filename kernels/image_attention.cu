@@ -3,8 +3,9 @@
 // values.
 //
 // Queries, keys and values lie in shared memory as in global memory, a row of HEAD_DIM behind the other: HEAD_DIM is an
-// odd multiple of 8, so eight rows begin in eight different groups of banks. A warp has 16 * ROW_TILES queries and one
-// of two parts of the keys, whose scores stay in its registers: no maximum is ever revised. The parts meet at the end.
+// odd multiple of 8, so eight rows begin in eight different groups of banks. A warp has 16 queries and one of two
+// parts of the keys, whose scores stay in its registers: no maximum is ever revised. The parts meet at the end. (Half
+// as many warps of 32 queries load keys and values half as often, and are slower: little hides what each waits for.)
 //
 // TOKENS (of an image), HEADS, HEAD_DIM, SHARED_BYTES. QUANTISED: E4M3 codes of the bfloat16 results under
 // output_scale. CLUSTER blocks of one head share the keys and values that each of them fetches a part of.
@@ -13,9 +14,6 @@
 
 #ifndef QUANTISED
 #define QUANTISED 0
-#endif
-#ifndef ROW_TILES
-#define ROW_TILES 2
 #endif
 #ifndef CLUSTER
 #define CLUSTER 1
@@ -28,7 +26,7 @@
 
 constexpr int kWidth = HEADS * HEAD_DIM, kHeadBytes = HEAD_DIM * 2, kHeadGroups = HEAD_DIM / 8;
 constexpr int kSteps = HEAD_DIM / 16;  // whole steps of a product over HEAD_DIM; half a step follows
-constexpr int kRows = 64, kWarpRows = 16 * ROW_TILES, kRowGroups = kRows / kWarpRows;
+constexpr int kRows = 64, kWarpRows = 16, kRowGroups = kRows / kWarpRows;
 constexpr int kSplit = 2;  // parts of the keys
 constexpr int kWarps = kRowGroups * kSplit, kThreads = kWarps * kWarpSize;
 constexpr int kResident = HEAD_DIM <= 72 ? 2 : 1;  // blocks of a multiprocessor that registers are left for
@@ -148,26 +146,22 @@ __device__ __forceinline__ uint2 load_two_matrices_transposed(u32 shared) {
 
 // A warp's queries, as operands.
 struct Queries {
-  uint4 steps[ROW_TILES][kSteps];
-  uint2 last[ROW_TILES];
+  uint4 steps[kSteps];
+  uint2 last;
 
   __device__ __forceinline__ explicit Queries(u32 rows) {
     const int lane = threadIdx.x % kWarpSize;
     const u32 from = rows + lane % 16 * kHeadBytes;
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) {
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k)
-        steps[m][k] = load_matrices(from + m * 16 * kHeadBytes + k * 32 + lane / 16 * 16);
-      last[m] = load_two_matrices(from + m * 16 * kHeadBytes + kSteps * 32);
-    }
+    for (int k = 0; k < kSteps; ++k) steps[k] = load_matrices(from + k * 32 + lane / 16 * 16);
+    last = load_two_matrices(from + kSteps * 32);
   }
 };
 
 // Scores of a warp: in each tile of 8 keys a lane has two neighbouring keys for row lane / 4, then for the row 8 below.
-typedef float Scores[ROW_TILES][2 * kPartTiles][4];
+typedef float Scores[2 * kPartTiles][4];
 // Its results, likewise in tiles of 8 columns.
-typedef float Results[ROW_TILES][kHeadGroups][4];
+typedef float Results[kHeadGroups][4];
 
 // Scores of 16 keys, which begin at `keys`; they fill tiles 2 * tile and the next.
 __device__ __forceinline__ void score_tile(Scores& s, int tile, const Queries& q, u32 keys) {
@@ -176,39 +170,27 @@ __device__ __forceinline__ void score_tile(Scores& s, int tile, const Queries& q
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][2 * tile + n][e] = 0.0f;
+    for (int e = 0; e < 4; ++e) s[2 * tile + n][e] = 0.0f;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    const uint4 b = load_matrices(pairs + k * 32);
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) {
-      const uint4& a = q.steps[m][k];
-      mma_16x8x16(s[m][2 * tile], a.x, a.y, a.z, a.w, b.x, b.y);
-      mma_16x8x16(s[m][2 * tile + 1], a.x, a.y, a.z, a.w, b.z, b.w);
-    }
+    const uint4 &a = q.steps[k], b = load_matrices(pairs + k * 32);
+    mma_16x8x16(s[2 * tile], a.x, a.y, a.z, a.w, b.x, b.y);
+    mma_16x8x16(s[2 * tile + 1], a.x, a.y, a.z, a.w, b.z, b.w);
   }
   const uint2 b = load_two_matrices(keys + lane % 16 * kHeadBytes + kSteps * 32);
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m) {
-    mma_16x8x8(s[m][2 * tile], q.last[m].x, q.last[m].y, b.x);
-    mma_16x8x8(s[m][2 * tile + 1], q.last[m].x, q.last[m].y, b.y);
-  }
+  mma_16x8x8(s[2 * tile], q.last.x, q.last.y, b.x);
+  mma_16x8x8(s[2 * tile + 1], q.last.x, q.last.y, b.y);
 }
 
-// Largest score of each row, in units of log2: [tile of rows][upper or lower half].
-__device__ __forceinline__ void row_maxima(const Scores& s, float scale, float (&base)[ROW_TILES][2]) {
+// Largest score of each row, in units of log2: that of the upper half, of the lower one.
+__device__ __forceinline__ void row_maxima(const Scores& s, float scale, float (&base)[2]) {
 #pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m)
+  for (int half = 0; half < 2; ++half) {
+    float largest = negative_infinity();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float largest = negative_infinity();
-#pragma unroll
-      for (int n = 0; n < 2 * kPartTiles; ++n)
-        largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-      base[m][half] = warp_max<4>(largest) * scale;
-    }
+    for (int n = 0; n < 2 * kPartTiles; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    base[half] = warp_max<4>(largest) * scale;
+  }
 }
 
 // exp2 of the scores of 16 keys, as operand; `sums` counts this lane's.
@@ -228,22 +210,17 @@ __device__ __forceinline__ uint4 weigh_tile(const float (&first)[4], const float
 }
 
 // o += weights of 16 keys times their values, which begin at `values`.
-__device__ __forceinline__ void mix_tile(Results& o, const uint4 (&p)[ROW_TILES], u32 values) {
+__device__ __forceinline__ void mix_tile(Results& o, const uint4& p, u32 values) {
   const int lane = threadIdx.x % kWarpSize;
   const u32 from = values + lane % 16 * kHeadBytes;
 #pragma unroll
   for (int d = 0; d < kSteps; ++d) {
     const uint4 b = load_matrices_transposed(from + d * 32 + lane / 16 * 16);
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m) {
-      mma_16x8x16(o[m][2 * d], p[m].x, p[m].y, p[m].z, p[m].w, b.x, b.y);
-      mma_16x8x16(o[m][2 * d + 1], p[m].x, p[m].y, p[m].z, p[m].w, b.z, b.w);
-    }
+    mma_16x8x16(o[2 * d], p.x, p.y, p.z, p.w, b.x, b.y);
+    mma_16x8x16(o[2 * d + 1], p.x, p.y, p.z, p.w, b.z, b.w);
   }
   const uint2 b = load_two_matrices_transposed(from + kSteps * 32);
-#pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m)
-    mma_16x8x16(o[m][2 * kSteps], p[m].x, p[m].y, p[m].z, p[m].w, b.x, b.y);
+  mma_16x8x16(o[2 * kSteps], p.x, p.y, p.z, p.w, b.x, b.y);
 }
 
 // -- one warp ---------------------------------------------------------------------------------------------------------
@@ -256,7 +233,7 @@ __device__ __forceinline__ void await(u32 barrier) {
 
 struct Part {
   Results o;
-  float base[ROW_TILES][2], sums[ROW_TILES][2];  // of each row: see row_maxima, weigh_tile
+  float base[2], sums[2];  // of each row: see row_maxima, weigh_tile
 };
 
 // Attention of this warp's rows to its part of the keys, not yet divided by the sums.
@@ -272,20 +249,14 @@ __device__ __forceinline__ void attend(Part& part, u32 shared, int row, int spli
     score_tile(s, tile, q, keys + tile * 16 * kHeadBytes);
   }
   row_maxima(s, scale, part.base);
+  part.sums[0] = part.sums[1] = 0.0f;
 #pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m) {
-    part.sums[m][0] = part.sums[m][1] = 0.0f;
+  for (int n = 0; n < kHeadGroups; ++n)
 #pragma unroll
-    for (int n = 0; n < kHeadGroups; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) part.o[m][n][e] = 0.0f;
-  }
+    for (int e = 0; e < 4; ++e) part.o[n][e] = 0.0f;
 #pragma unroll
   for (int tile = 0; tile < kPartTiles; ++tile) {
-    uint4 p[ROW_TILES];
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-      p[m] = weigh_tile(s[m][2 * tile], s[m][2 * tile + 1], scale, part.base[m], part.sums[m]);
+    const uint4 p = weigh_tile(s[2 * tile], s[2 * tile + 1], scale, part.base, part.sums);
     if (tile % kPieceTiles == 0) await(value_barrier(shared, split * kPartPieces + tile / kPieceTiles));
     mix_tile(part.o, p, values + tile * 16 * kHeadBytes);
   }
@@ -297,13 +268,10 @@ __device__ __forceinline__ void attend(Part& part, u32 shared, int row, int spli
 __device__ __forceinline__ void store_extremes(const Part& part, float2* extremes, int row, int split) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = warp_sum<4>(part.sums[m][half]);
-      if (lane % 4 == 0)
-        extremes[split * kRows + row + m * 16 + half * 8 + lane / 4] = make_float2(part.base[m][half], sum);
-    }
+  for (int half = 0; half < 2; ++half) {
+    const float sum = warp_sum<4>(part.sums[half]);
+    if (lane % 4 == 0) extremes[split * kRows + row + half * 8 + lane / 4] = make_float2(part.base[half], sum);
+  }
 }
 
 // By what a part with this base is multiplied: it brings all parts of the row to one base and divides by the sum of all
@@ -326,17 +294,15 @@ __device__ __forceinline__ void store_results(const Part& part, const float2* ex
                                               int split) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int m = 0; m < ROW_TILES; ++m)
+  for (int half = 0; half < 2; ++half) {
+    const int at = row + half * 8 + lane / 4;
+    const float factor = part_factor(extremes, at, part.base[half]);
+    float* to = results + (split * kRows + at) * HEAD_DIM + lane % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = row + m * 16 + half * 8 + lane / 4;
-      const float factor = part_factor(extremes, at, part.base[m][half]);
-      float* to = results + (split * kRows + at) * HEAD_DIM + lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < kHeadGroups; ++n)
-        *reinterpret_cast<float2*>(to + n * 8) =
-            make_float2(part.o[m][n][2 * half] * factor, part.o[m][n][2 * half + 1] * factor);
-    }
+    for (int n = 0; n < kHeadGroups; ++n)
+      *reinterpret_cast<float2*>(to + n * 8) =
+          make_float2(part.o[n][2 * half] * factor, part.o[n][2 * half + 1] * factor);
+  }
 }
 
 // out = the parts' results, added: four columns a thread and turn.

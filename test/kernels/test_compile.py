@@ -63,7 +63,7 @@ SOURCES = (
     CAPSULE,
     image_attention_source(256, 16, 72, {}),
     image_attention_source(256, 16, 72, {"QUANTISED": 1, "OVERLAP": 1}),
-    image_attention_source(256, 16, 72, {"CLUSTER": 4, "ROW_TILES": 1, "OVERLAP": 1}),
+    image_attention_source(256, 16, 72, {"CLUSTER": 4, "OVERLAP": 1}),
     image_attention_source(64, 3, 24, {"QUANTISED": 1}),
     image_attention_source(192, 1, 120, {}),
 )

@@ -21,11 +21,11 @@ _OP = "image_attention"
 _QUERIES = 64  # of a block
 _MOST_TOKENS = 256  # whose scores registers hold
 _LEAST_HEAD, _MOST_HEAD = 24, 120
-_WIDEST_PAIR_OF_TILES = 72  # head width up to which a warp's registers hold two tiles of 16 queries
 _PIECES = 4  # in which keys arrive
 _PARTS = 2  # of the keys, each for warps of its own
+_THREADS = _QUERIES // 16 * _PARTS * 32  # a warp has 16 queries and one part of the keys
 _RESERVED = 1024  # bytes of shared memory, of each block
-_CHOICES = ("CLUSTER", "ROW_TILES")
+_CHOICES = ("CLUSTER",)
 
 
 def image_attention(
@@ -61,7 +61,7 @@ def image_attention(
         int(kernel(source, _OP, qkv.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(qkv.device).cuda_stream,
         blocks,
-        threads(source),
+        _THREADS,
         nbytes,
         (
             tensor_map(qkv, (box_rows(tokens, source.defines["CLUSTER"]), head_dim), 0),
@@ -75,10 +75,7 @@ def image_attention(
 
 def image_attention_source(tokens: int, heads: int, head_dim: int, defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place."""
-    usual = {
-        "ROW_TILES": 2 if head_dim <= _WIDEST_PAIR_OF_TILES else 1,
-        "CLUSTER": 2 if tokens // _QUERIES % 2 == 0 else 1, "QUANTISED": 0, "OVERLAP": 0,
-    }  # fmt: skip
+    usual = {"CLUSTER": 2 if tokens // _QUERIES % 2 == 0 else 1, "QUANTISED": 0, "OVERLAP": 0}
     sizes = {"TOKENS": tokens, "HEADS": heads, "HEAD_DIM": head_dim, "SHARED_BYTES": shared_bytes(tokens, head_dim)}
     return KernelSource(_OP, {**usual, **defines, **sizes})
 
@@ -116,11 +113,6 @@ def box_rows(tokens: int, cluster: int) -> int:
     """Rows that one copy of the engine moves: a power of two that divides the queries and a block's share of keys."""
     share = tokens // _PIECES // cluster
     return share & -share
-
-
-def threads(source: KernelSource) -> int:
-    """Of a block."""
-    return _QUERIES // (16 * source.defines["ROW_TILES"]) * _PARTS * 32
 
 
 def unsuited(tokens: int, head_dim: int) -> str:
