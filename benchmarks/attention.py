@@ -23,9 +23,11 @@ from flashrt_ros.measure.tables import table
 from flashrt_ros.ops import attention as reference
 from flashrt_ros.ops.cuda import attention as library
 from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.head_codes import HeadCodes, arranged
 from flashrt_ros.ops.cuda.image_attention import image_attention
-from flashrt_ros.ops.cuda.prefix_attention import prefix_attention, unsuited
+from flashrt_ros.ops.cuda.prefix_attention import prefix_attention, prefix_attention_of_codes, unsuited
 from flashrt_ros.ops.cuda.rows import CODES, Quantiser, quantise
+from flashrt_ros.precision import e4m3
 
 TOKENS, IMAGE_HEADS, IMAGE_DIM = 256, 16, 72
 HEADS, HEAD_DIM = 8, 256
@@ -33,6 +35,7 @@ COMMITTED = RESULTS / "h200_attention.json"
 LAYERS, REPEATS = {"image": 27, "prefix": 17}, 12
 SIZES = {"image": (2, 3), "prefix": (712, 968)}  # images; rows
 LIBRARY, OWN, LIBRARY_CODES, OWN_CODES = "PyTorch", "own", "PyTorch, then codes", "own, codes inside"
+CODED = "own, of codes"
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "image": ({"CLUSTER": 1}, {"CLUSTER": 4}),
     "prefix": (),
@@ -42,8 +45,8 @@ PROTOCOL = (
     f"us: one layer of a CUDA graph that holds all layers ({LAYERS['image']} of vision, {LAYERS['prefix']} of the "
     f"prefix) with inputs of their own, median of {REPEATS} replays after 3, between device events. PyTorch: what runs "
     "without the own kernels (cuDNN for images, FlashAttention with a length on the device for the prefix), then "
-    "codes: with quantise behind it. own: without early launch, as in the stages. distance: of layer 0 from float32, "
-    "relative."
+    "codes: with quantise behind it. own: without early launch; of codes: queries, keys and values are "
+    "E4M3, and so is the result. distance: of layer 0 from float32 of the bfloat16 inputs, relative."
 )
 
 
@@ -103,6 +106,7 @@ class Prefix:
         self._keys, self._values = drawn(rows, 1, HEAD_DIM), drawn(rows, 1, HEAD_DIM)
         self._valid = torch.tensor([rows], dtype=torch.int32, device=device)
         self._library.set_valid(self._valid)
+        self._codes: list[HeadCodes] = []
         self.out = torch.empty(rows, HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
 
     def expected(self) -> Tensor:
@@ -123,6 +127,19 @@ class Prefix:
             variant=variant,
         )  # fmt: skip
 
+    def of_codes(self, layer: int, out: Tensor, quantiser: Quantiser) -> None:
+        """The own kernel with codes of everything."""
+        if not self._codes:
+            self._codes = [coded(*heads) for heads in zip(self._queries, self._keys, self._values, strict=True)]
+        prefix_attention_of_codes(self._codes[layer], self._valid, out=out, quantiser=quantiser)
+
+
+def coded(query: Tensor, key: Tensor, value: Tensor) -> HeadCodes:
+    """E4M3 codes of one layer's heads, each under the scale of its largest value."""
+    scales = torch.stack([e4m3.scale_for(x.abs().amax()) for x in (query, key, value)]).flatten()
+    query, key, value = (e4m3.quantise(x, s).view(CODES) for x, s in zip((query, key, value), scales, strict=True))
+    return arranged(query, key.flatten(1), value.flatten(1), scales)
+
 
 def candidates(subject: Images | Prefix, kind: str) -> Iterator[Candidate]:
     """The library's way, the own kernel's, both with codes behind, then the own kernel's variants."""
@@ -138,6 +155,8 @@ def candidates(subject: Images | Prefix, kind: str) -> Iterator[Candidate]:
     for variant in (empty, *VARIANTS[kind]):
         yield Candidate(OWN, variant, lambda layer, v=variant: subject.own(layer, out, None, v), out)  # type: ignore[misc]
     yield Candidate(OWN_CODES, empty, lambda layer: subject.own(layer, codes, quantiser, empty), codes)
+    if isinstance(subject, Prefix):
+        yield Candidate(CODED, empty, lambda layer: subject.of_codes(layer, codes, quantiser), codes)
 
 
 def measured(kind: str, size: int, device: torch.device) -> list[dict[str, Any]]:

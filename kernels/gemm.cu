@@ -13,7 +13,7 @@
 // warp waits for a slot to become free, and a consumer may be ahead of another one by all stages of the ring.
 //
 // TILE_ROWS, STAGES, CONSUMERS (two or three warpgroups). FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU,
-// OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY: see gemm_rotary.cuh. SHARE_X, SHARE_WEIGHTS: see
+// OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY, HEAD_CODES: see gemm_rotary.cuh. SHARE_X, SHARE_WEIGHTS: see
 // gemm_sharing.cuh.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "gemm.cu is written for sm_90a: no other architecture has its matrix instructions"
@@ -29,6 +29,9 @@
 #endif
 #ifndef ROTARY
 #define ROTARY 0
+#endif
+#ifndef HEAD_CODES
+#define HEAD_CODES 0
 #endif
 #ifndef CONSUMERS
 #define CONSUMERS 2
@@ -51,6 +54,7 @@ constexpr int kOutColumns = kPairs ? 32 : 64;  // of out, in a consumer's part o
 constexpr bool kIsLow = TILE_ROWS <= 128, kHandsOver = kHasProducer && !kIsLow;
 constexpr int kRegisterThreads = kIsLow ? 640 : kThreads;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // where registers are handed over
+static_assert(!HEAD_CODES || ROTARY, "codes of heads");
 static_assert(kConsumers == 2 || kConsumers == 3 && TILE_ROWS <= 240, "registers for the sums of each consumer");
 static_assert(TILE_ROWS % 8 == 0 && TILE_ROWS <= 256, "rows of a tile");
 static_assert(kStageBytes % 1024 == 0, "swizzle atoms");
@@ -346,7 +350,11 @@ __device__ __forceinline__ void consume(const Feed& feed, float* scales, const T
   cluster_wait();
   while (work.has_tile) {
     const Tile& tile = work.tile;
+#if HEAD_CODES
+    const Outputs outputs(operands, tile, consumer, feed.rotary.inverse(tile));
+#else
     const Outputs outputs(operands, tile, consumer, inverse);
+#endif
     Work behind = work;
     accumulate(sums, feed, consumer, work, at, [&] { behind.advance(); });
     cluster_arrive();
@@ -373,7 +381,7 @@ __device__ __forceinline__ void consume(const Feed& feed, float* scales, const T
 }
 
 // The arguments of the epilogue: see Operands. With OVERLAP, no kernel that may still run makes what is read before the
-// wait: weights, factor, bias, out_scale, and with ROW_SCALE x. So the kernel in front makes x, or with ROW_SCALE `scale`
+// wait: weights, factor, bias, out_scale, code_scales, and with ROW_SCALE x. So the kernel in front makes x, or with ROW_SCALE `scale`
 // alone, and then lets this one begin only behind a wait of its own. K is covered by `steps` stages, each part has at
 // least one. Boxes of the maps: weights kStep x 8 x (pairs: 2) x kShareGroups, x kShareRows x kStep, both swizzled over
 // 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes; key, value as out; rope TILE_ROWS x 128 bytes,
@@ -386,13 +394,18 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kRegisterThreads, 1)
          const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
          const __grid_constant__ TensorMap rope,
 #endif
+#if HEAD_CODES
+         unsigned char* query_codes, unsigned char* key_codes, unsigned char* value_codes, const float* code_scales,
+#endif
          const float* scale, const float* factor, const bf16* bias, const float* out_scale, unsigned char* codes,
          int rows, int outputs, int column_tiles, int steps, int parts, int part_rows) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
   const Schedule schedule((rows + TILE_ROWS - 1) / TILE_ROWS, column_tiles, steps, parts);
-#if ROTARY
-  const Rotary rotary{key, value, rope, column_tiles};
+#if HEAD_CODES
+  const Rotary rotary{key, value, rope, column_tiles, {query_codes, key_codes, value_codes, code_scales, rows}};
+#elif ROTARY
+  const Rotary rotary{key, value, rope, column_tiles, {}};
 #else
   const Rotary rotary;
 #endif

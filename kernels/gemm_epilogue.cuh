@@ -210,6 +210,15 @@ __device__ __forceinline__ u32 staged(u32 out, int line, int group) {
   return out + line * kLineBytes + ((group ^ swizzle) << 4);
 }
 
+__device__ __forceinline__ uint4 load_staged(u32 shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared)
+               : "memory");
+  return v;
+}
+
 #if OUT8
 // A warp stages 8 columns, group `group`, of the rows of a chunk. Pairs of rows of two matrices make one of 8 lines:
 // line 8 * w + i holds rows 16 * w + 2 * i of the chunk and the one behind it. codes(m): of this thread's two rows of
@@ -226,15 +235,6 @@ __device__ __forceinline__ void stage_columns(u32 out, int group, Chunk<NUMBER>,
   }
 #pragma unroll
   for (int w = kRest; w < kLast; ++w) store_matrix_transposed(staged(out, 8 * (w - kFirst) + line, group), two(w));
-}
-
-__device__ __forceinline__ uint4 load_staged(u32 shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared)
-               : "memory");
-  return v;
 }
 
 // Stores the rows of a chunk, from column `column`: each thread 16 codes of two rows in a turn. From turn to turn only

@@ -11,6 +11,8 @@
 // bits. The low word is the start address in units of 16 bytes; a tile starts at a multiple of 1024 bytes. The high word
 // says: 1024 bytes from atom to atom (in the same units), swizzle over 128 bytes (1 in the topmost two bits).
 constexpr u32 kTileHigh = 0x40000040u;
+// The same for rows of 64 bytes, swizzled over 64 (2 in the topmost two bits): 512 bytes from atom to atom.
+constexpr u32 kHalfTileHigh = 0x80000020u;
 // A start has 14 bits. In a cluster an address also says, above these, which block is meant: that must not reach the
 // fields behind them.
 __device__ __forceinline__ u32 tile_start(u32 shared) { return (shared & 0x3ffff) >> 4; }
@@ -102,9 +104,11 @@ __device__ __forceinline__ void products_wait() {
 #if FP8
 #define WG_SHAPE "k32.f32.e4m3.e4m3 "
 #define WG_MAJOR ""
+#define WG_WIDE_MAJOR ""
 #else
 #define WG_SHAPE "k16.f32.bf16.bf16 "
-#define WG_MAJOR ", 0, 0"  // neither operand is transposed
+#define WG_MAJOR ", 0, 0"    // neither operand is transposed
+#define WG_WIDE_MAJOR ", 1"  // B is
 #endif
 
 // Starts d = a * b^T + (accumulate ? d : 0) for 32 bytes of each row; a and b are starts of tiles. d[4 * g + i]: row
@@ -138,17 +142,20 @@ __device__ __forceinline__ u32 wide_start(u32 shared, u32 block_bytes) {
   return tile_start(shared) | block_bytes >> 4 << 16;
 }
 
-// Starts d += a * b for 16 rows of a tile of B with 256 columns. a: two bfloat16 a word, rows lane / 4, then 8 further,
-// of inner columns 2 * (lane % 4) + {0, 1}, then the same 8 columns further. d as in `multiply`; three operands stand
-// in front of it because the lists count from there. The words of `a` must be inputs only: as outputs they would need
-// registers of their own, and the compiler, short of them, would let one product wait for the other.
+// Starts d += a * b for 16 rows of a tile of B with 256 columns; with FP8 for 32 bytes of each of 256 rows of a tile of
+// B, d += a * b^T. a: two bfloat16 a word, rows lane / 4, then 8 further, of inner columns 2 * (lane % 4) + {0, 1}, then
+// the same 8 columns further; with FP8 four codes a word, of 4 * (lane % 4) + {0, 1, 2, 3}, then 16 further. d as in
+// `multiply`; three operands stand in front of it because the lists count from there. The words of `a` must be inputs
+// only: as outputs they would need registers of their own, and the compiler, short of them, would let one product wait
+// for the other. B_HIGH: the high word for B.
+template <u32 B_HIGH = kTileHigh>
 __device__ __forceinline__ void multiply_wide(float (&d)[128], u32 a0, u32 a1, u32 a2, u32 a3, u32 b) {
-  u64 of_b = joined(b, kTileHigh);
+  u64 of_b = joined(b, B_HIGH);
   u32 accumulate = 1, unused = 0;
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WG_NAMES_256
-      "}, {%131, %132, %133, %134}, %0, p, 1, 1, 1;\n}"  // the last 1: B is transposed
+      "wgmma.mma_async.sync.aligned.m64n256" WG_SHAPE "{" WG_NAMES_256
+      "}, {%131, %132, %133, %134}, %0, p, 1, 1" WG_WIDE_MAJOR ";\n}"
       : "+l"(of_b), "+r"(accumulate), "+r"(unused), WG_SUMS_256
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3)
       : "memory");

@@ -13,7 +13,7 @@ from . import e2m1, e4m3
 from .calibration import Calibration, SiteReport, SiteScale
 from .errors import CalibrationError
 from .observe import Histogram, Observer
-from .smoothing import Choice, choose, input_scale
+from .smoothing import Choice, choose, input_scale, rounded
 
 PERCENTILE = 100.0
 HEADROOM = 2.0
@@ -26,7 +26,7 @@ _OUTLIER = 99.9  # percentile that the largest value is compared with
 def choose_multipliers(
     observer: Observer, weights: Mapping[str, Tensor], formats: tuple[SiteFormat, ...], foldable: frozenset[str]
 ) -> dict[str, Choice]:
-    """The best scaling of every site that is a product, after the first pass.
+    """The best scaling of every site that is multiplied, after the first pass.
 
     Args:
         weights: matrices by site, as the wide policy has them.
@@ -42,6 +42,8 @@ def choose_multipliers(
             choices[table.name] = choose(
                 seen.sample, seen.mean, weights[table.name], table, foldable=table.name in foldable
             )
+        elif table.activation != WIDE:  # multiplied, but not with a weight
+            choices[table.name] = rounded(observer.check(table.name).sample)
     return choices
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..ops import OpTable
 from .errors import CalibrationError
 
+Heads = tuple[str, str, str]
 SAMPLED_ROWS = 128  # kept of each site, to compare candidates on
 _SHIFT = 20  # bits of a float32 that a bin drops: eight bins for each power of two
 _BINS = 1 << (31 - _SHIFT)
@@ -92,7 +93,7 @@ def _edges() -> Tensor:
 
 
 class Observer:
-    """An op table's `linear` that looks at its input on the way.
+    """An op table's `linear` that looks at its input on the way, and at the queries, keys and values that it makes.
 
     Attributes:
         live: rows that count in the calls to come; None for all. Padding must not decide a scale.
@@ -103,34 +104,49 @@ class Observer:
     def __init__(self) -> None:
         self._sites: dict[int, str] = {}
         self._calls: Mapping[str, int] = {}
+        self._heads: Mapping[str, Heads] = {}
+        self._made: tuple[str, Tensor] | None = None
         self.live: int | None = None
         self.multipliers: dict[str, Tensor] | None = None
         self.ranges: dict[str, Ranges] = {}
         self.histograms: dict[str, Histogram] = {}
 
-    def watch(self, sites: Mapping[str, Tensor], calls: Mapping[str, int]) -> None:
+    def watch(
+        self, sites: Mapping[str, Tensor], calls: Mapping[str, int], heads: Mapping[str, Heads] | None = None
+    ) -> None:
         """Begin to look.
 
         Args:
             sites: site → matrix; a call is recognised by the identity of its matrix.
             calls: how often each site will be called, so that samples come from all over the observations.
+            heads: site → sites of the queries, keys and values that its product becomes; None for none.
         """
         self._sites = {id(tensor): site for site, tensor in sites.items()}
-        self._calls = calls
+        self._calls, self._heads = calls, heads or {}
 
     def ops(self, wide: OpTable) -> OpTable:
-        """`wide` with a `linear` that is watched."""
+        """`wide` with a `linear` and a `split_rope_write` that are watched."""
 
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **keywords: object) -> None:
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor, **keywords: object) -> None:
             site = self._sites.get(id(weight))
             if site is not None:
-                self._see(site, x if self.live is None else x[: self.live])
-            wide.linear(x, weight, bias, **keywords)
+                self._see(site, x)
+                self._made = site, out
+            wide.linear(x, weight, bias, out=out, **keywords)
 
-        return replace(wide, linear=linear)
+        def split_rope_write(
+            qkv: Tensor, rope: Tensor, *, query: Tensor | None, key: Tensor, value: Tensor, **keywords: object
+        ) -> None:
+            wide.split_rope_write(qkv, rope, query=query, key=key, value=value, **keywords)
+            if self._made is not None and self._made[1] is qkv and query is not None:
+                sites = self._heads.get(self._made[0], ())
+                for site, heads in zip(sites, (query, key, value), strict=False):
+                    self._see(site, heads.flatten(1))
+
+        return replace(wide, linear=linear, split_rope_write=split_rope_write)
 
     def _see(self, site: str, x: Tensor) -> None:
-        value = x.float()
+        value = (x if self.live is None else x[: self.live]).float()
         if not bool(value.isfinite().all()):
             raise CalibrationError(f"site '{site}': its input is not finite; check the checkpoint and the observations")
         if self.multipliers is None:

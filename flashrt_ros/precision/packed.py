@@ -37,6 +37,8 @@ class PackedWeight(Tensor):
         input_scale: float32[1] that the input is divided by; of the tensor for NVFP4; None for a 16-bit input.
         multiplier: float32[inputs] by which the producer of the input multiplies it before anything else; None where
             calibration left the input alone, or the norm in front holds it already.
+        output_scales: float32[3] of the codes that the queries, keys and values become which the product makes; None
+            where nobody wants codes of them.
     """
 
     site: str
@@ -47,6 +49,7 @@ class PackedWeight(Tensor):
     tensor_scale: Tensor | None
     input_scale: Tensor | None
     multiplier: Tensor | None
+    output_scales: Tensor | None
 
     @staticmethod
     def __new__(cls, matrix: Tensor, *_: Any, **__: Any) -> PackedWeight:
@@ -63,12 +66,14 @@ class PackedWeight(Tensor):
         multiplier: Tensor | None = None,
         *,
         padded: bool = False,
+        output_scales: Tensor | None = None,
     ) -> None:
         """Quantise `matrix`, float[outputs, inputs], as `table` says; PrecisionError with the site's name if it
         cannot be. With `padded`, codes lie in memory where `with_zeros` finds room."""
         check_format(table)
         self.site, self.format, self.activation = table.name, table.weight, table.activation
         self.input_scale, self.multiplier, self.tensor_scale = input_scale, multiplier, None
+        self.output_scales = output_scales
         if (input_scale is None) != (table.activation == WIDE):
             raise PrecisionError(f"site '{table.name}': {table.activation} activations need a calibrated scale")
         try:

@@ -57,6 +57,14 @@ def choose(rows: Tensor, mean: Tensor, weight: Tensor, table: SiteFormat, *, fol
     return min(choices, key=lambda choice: choice.error)
 
 
+def rounded(rows: Tensor) -> Choice:
+    """For what becomes E4M3 codes without meeting a weight, float32[n, inputs]: no multiplier, its own error."""
+    scale = e4m3.scale_for(rows.abs().amax())
+    norm = rows.norm()
+    got = e4m3.decode(e4m3.quantise(rows, scale)) * scale
+    return Choice(0.0, None, float((got - rows).norm() / norm) if norm > 0 else 0.0)
+
+
 def _tried(rows: Tensor, weight: Tensor, exact: Tensor, mean: Tensor, table: SiteFormat, strength: float) -> Choice:
     multiplier = multiplier_for(mean, strength) if strength else None
     x = rows if multiplier is None else rows * multiplier

@@ -16,7 +16,7 @@ from flashrt_ros.ops import reference_ops
 from flashrt_ros.policies.pi05.config import Pi05Config
 from flashrt_ros.policies.pi05.plan import build_contract, image_buffer
 from flashrt_ros.policies.pi05.seeded import seeded_tensors
-from flashrt_ros.policies.pi05.sites import foldable_sites, site_matrices
+from flashrt_ros.policies.pi05.sites import foldable_sites, operand_sites, site_matrices, site_names
 from flashrt_ros.policies.pi05.source import MemorySource
 from flashrt_ros.policies.pi05.stages import Pi05Stages
 from flashrt_ros.policies.pi05.tiers import ChosenTier, pack_weights, tier_key
@@ -102,8 +102,9 @@ def in_tier(tier: Tier, seeds: tuple[int, ...] = (11, 12)) -> Model:
     made, observer = model(), Observer()
     watched = Pi05Stages(made.config, made.weights, observer.ops(reference_ops()))
     matrices = site_matrices(made.weights)
-    calls = {site: len(seeds) * (made.config.steps if site.startswith("expert.") else 1) for site in matrices}
-    observer.watch(matrices, calls)
+    names = site_names(made.config)
+    calls = {site: len(seeds) * (made.config.steps if site.startswith("expert.") else 1) for site in names}
+    observer.watch(matrices, calls, operand_sites(made.config))
     key = tier_key(made.config, tier, made.contract.identity)
     for seed in seeds:
         decide(watched, made, seed)

@@ -14,6 +14,8 @@ from torch import Tensor
 from flashrt_ros.contract import SiteFormat
 from flashrt_ros.ops import reference_ops
 from flashrt_ros.ops.cuda import gemm
+from flashrt_ros.ops.cuda import prefix_attention as prefixes
+from flashrt_ros.ops.cuda.head_codes import HeadCodes
 from flashrt_ros.ops.cuda.rows import Quantiser
 from flashrt_ros.ops.report import KernelReport
 from flashrt_ros.policies.pi05.cuda_attention import IMAGE
@@ -98,6 +100,23 @@ def test_vision_and_prefix_are_fused_and_as_close_to_float32_as_the_packed_refer
         for part in PARTS:
             # Two ways to round: each has noise of its own, which a chain of codes makes nearly as large as their error.
             assert distance(fused[part], truth[part]) <= 1.2 * distance(plain[part], truth[part]) + 1e-3, part
+
+
+@pytest.mark.parametrize(("name", "layers"), [("8-bit", None), ("the other", 1), ("4-bit", 0), ("wide hidden", 0)])
+def test_attention_multiplies_codes_where_its_operands_are(
+    name: str, layers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, calls = narrow(name), []
+    stages, _ = chosen(made)
+    kernel = prefixes.prefix_attention_of_codes
+
+    def counted(codes: HeadCodes, *args: Any, **keywords: Any) -> None:
+        calls.append(codes)
+        kernel(codes, *args, **keywords)
+
+    monkeypatch.setattr(prefixes, "prefix_attention_of_codes", counted)
+    decide(stages, made)
+    assert len(calls) == (made.config.layers - 1 if layers is None else layers)
 
 
 def test_the_report_says_how_every_product_is_multiplied() -> None:

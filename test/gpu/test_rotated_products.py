@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from flashrt_ros.ops import rope as rotary
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda import rows as kernels
 from flashrt_ros.ops.cuda.gemm import CODES, Behind, Heads
+from flashrt_ros.ops.cuda.head_codes import HeadCodes, keys_in_order, places, values_in_order
+from flashrt_ros.precision import e4m3
 from test.gpu.fused import DEVICE, distance
 from test.gpu.test_codes import OVERLAP, ROWS, SUMS, draw, drawn_codes, exact, factors, poisoned, quantiser
 
@@ -89,6 +92,34 @@ def test_a_16_bit_product_is_rotated_too(inputs: int) -> None:
         assert got is not None
         assert distance(got.double(), expected) < SUMS
     assert all(tensor.isnan().all() for tensor in kept)
+
+
+@OVERLAP
+@pytest.mark.parametrize("variant", [{}, {"TILE_ROWS": 176}, {"TILE_ROWS": 64}, {"TILE_ROWS": 120, "STAGES": 3}])
+@pytest.mark.parametrize("rows", [*ROWS, 17, 130])
+def test_codes_are_those_of_the_rounded_heads(rows: int, variant: dict[str, int], overlap: bool) -> None:
+    x, weight, behind = drawn_codes(rows, 2048), drawn_codes(2560, 2048), Behind(factor=factors(2560, 2048))
+    plain, _ = drawn_heads(rows, with_query=True)
+    gemm.rotated_qkv(x, weight, plain, behind=behind, variant=variant)
+    assert plain.query is not None
+    scales = torch.stack([t.float().abs().max() / 500 for t in (plain.query, plain.key, plain.value)])  # some saturate
+    codes = HeadCodes.allocate(rows, scales)
+    for tensor in (codes.query, codes.key, codes.value):
+        tensor.view(torch.uint8).fill_(0xA5)
+    heads, kept = drawn_heads(rows, with_query=False)
+    gemm.rotated_qkv(x, weight, replace(heads, codes=codes), behind=behind, variant=variant, overlap=overlap)
+    assert torch.equal(heads.key, plain.key)
+    assert torch.equal(heads.value, plain.value)
+    assert all(tensor.isnan().all() for tensor in kept)
+    wanted = [
+        e4m3.quantise(t, s) for t, s in zip((plain.query, plain.key[:, 0], plain.value[:, 0]), scales, strict=True)
+    ]
+    found = (codes.query, keys_in_order(codes.key, rows), values_in_order(codes.value, rows))
+    for got, expected in zip(found, wanted, strict=True):
+        assert torch.equal(got.view(torch.uint8), expected)
+    unused = torch.ones(len(codes.key), dtype=torch.bool)
+    unused[places(rows)] = False
+    assert (codes.key.view(torch.uint8)[unused.to(DEVICE)] == 0xA5).all()
 
 
 def test_replays_of_a_norm_and_a_rotated_product_give_equal_bits() -> None:

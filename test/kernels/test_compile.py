@@ -92,6 +92,10 @@ HOPPER = (
     product_source({"TILE_ROWS": 120, "FP8": 1, "STAGES": 6, "ROTARY": 1, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 176, "FP8": 1, "ROTARY": 1}),
     product_source({"TILE_ROWS": 8, "ROTARY": 1}),
+    product_source({"TILE_ROWS": 8, "FP8": 1, "STAGES": 8, "ROTARY": 1, "HEAD_CODES": 1}),
+    product_source({"TILE_ROWS": 168, "FP8": 1, "ROTARY": 1, "HEAD_CODES": 1, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 168, "FP8": 1, "ROTARY": 1, "HEAD_CODES": 1, "SHARE_X": 2, "SHARE_WEIGHTS": 2}),
+    product_source({"TILE_ROWS": 120, "FP8": 1, "ROTARY": 1, "HEAD_CODES": 1, "SHARE_X": 2, "SHARE_WEIGHTS": 2}),
     product_source({"TILE_ROWS": 128, "FP8": 1, "STAGES": 6, "OVERLAP": 1, "SHARE_X": 4}),
     product_source({"TILE_ROWS": 192, "FP8": 1, "STAGES": 5, "OVERLAP": 1, "SHARE_X": 2, "SHARE_WEIGHTS": 2}),
     product_source({"TILE_ROWS": 64, "FP8": 1, "STAGES": 8, "OVERLAP": 1, "SHARE_WEIGHTS": 4}),
@@ -102,6 +106,8 @@ HOPPER = (
 HOPPER_ATTENTION = (
     prefix_attention_source({}),
     prefix_attention_source({"OUT8": 1, "OVERLAP": 1}),
+    prefix_attention_source({"FP8": 1}),
+    prefix_attention_source({"FP8": 1, "OUT8": 1, "OVERLAP": 1}),
 )
 
 FP4 = (

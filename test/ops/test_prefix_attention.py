@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor
 from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda.compiler import full_text
 from flashrt_ros.ops.cuda.errors import KernelError
+from flashrt_ros.ops.cuda.head_codes import HeadCodes
 from flashrt_ros.ops.cuda.prefix_attention import (
     blocks,
     prefix_attention,
+    prefix_attention_of_codes,
     prefix_attention_source,
     shared_bytes,
     unsuited,
@@ -42,20 +45,24 @@ def test_the_grid_is_whole_clusters(rows: int, count: int) -> None:
     assert blocks(rows) == count
 
 
-def test_shared_memory_fits_a_hopper_block() -> None:
-    assert shared_bytes(prefix_attention_source({})) <= SHARED_LIMIT
+@pytest.mark.parametrize("fp8", [0, 1])
+def test_shared_memory_fits_a_hopper_block(fp8: int) -> None:
+    assert shared_bytes(prefix_attention_source({"FP8": fp8})) <= SHARED_LIMIT
 
 
-def test_launcher_and_kernel_agree_on_the_sizes() -> None:
+@pytest.mark.parametrize("fp8", [0, 1])
+def test_launcher_and_kernel_agree_on_the_sizes(fp8: int) -> None:
     """The offsets that the kernel computes, from its own constants, end where the launcher's memory ends."""
-    source = prefix_attention_source({})
+    source = prefix_attention_source({"FP8": fp8})
     text = full_text(source)
     found = dict(re.findall(r"\b(k[A-Z]\w+) = (\d+)\b", text))
-    heads, width, rows, columns = (int(found[name]) for name in ("kHeads", "kHeadDim", "kBlockRows", "kColumns"))
+    heads, width, rows, line = (int(found[name]) for name in ("kHeads", "kHeadDim", "kBlockRows", "kLineBytes"))
     usual = {name: int(value) for name, value in re.findall(r"#define (TILE_ROWS|\w+_BUFFERS) (\d+)", text)}
-    assert {name: source.defines[name] for name in usual} == usual
-    tile, keys, values = usual["TILE_ROWS"], usual["KEY_BUFFERS"], usual["VALUE_BUFFERS"]
-    pieces, row_bytes, product_rows = width // columns, width * 2, heads * rows
+    used = {name: source.defines[name] for name in usual}
+    assert fp8 or used == usual
+    tile, keys, values = used["TILE_ROWS"], used["KEY_BUFFERS"], used["VALUE_BUFFERS"]
+    row_bytes, product_rows = width * (2 - fp8), heads * rows
+    pieces = row_bytes // line
     barriers = (pieces * keys + values) + 2 * (keys + values) + 2 * pieces + 2
     bytes_of_tiles = (keys + values) * tile * row_bytes
     assert shared_bytes(source) == 2 * product_rows * row_bytes + bytes_of_tiles + product_rows * 8 + 8 * barriers
@@ -124,3 +131,32 @@ def test_wrong_shapes_are_named(other: dict[str, Any], message: str) -> None:
 def test_memory_that_the_kernel_would_read_wrongly_is_refused(other: dict[str, Any], message: str) -> None:
     with pytest.raises(KernelError, match=f"prefix_attention: .*{message}"):
         prefix_attention(**arguments(**other))
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+
+
+def of_codes(codes: HeadCodes, **other: Any) -> None:
+    usual = {"valid": torch.ones(1, dtype=torch.int32), "out": bf16(ROWS, 2048)}
+    prefix_attention_of_codes(codes, **{**usual, **other})
+
+
+def test_codes_on_the_cpu_are_refused_after_all_else() -> None:
+    with pytest.raises(KernelError, match="prefix_attention.cu runs on a GPU, the tensors are on 'cpu'"):
+        of_codes(HeadCodes.allocate(ROWS, torch.ones(3)))
+
+
+def test_codes_of_other_shapes_and_types_are_named() -> None:
+    made = HeadCodes.allocate(ROWS, torch.ones(3))
+    with pytest.raises(ShapeError, match="prefix_attention: 'key_codes' dimension 0 must be 32"):
+        of_codes(replace(made, key=made.key[:ROWS]))
+    with pytest.raises(ShapeError, match="prefix_attention: 'value_codes' needs 3 dimensions"):
+        of_codes(replace(made, value=made.value.flatten(0, 1)))
+    with pytest.raises(ShapeError, match="prefix_attention: 'scales' dimension 0 must be 3"):
+        of_codes(replace(made, scales=torch.ones(1)))
+    with pytest.raises(KernelError, match="'query_codes' must be float8_e4m3fn"):
+        of_codes(replace(made, query=made.query.view(torch.uint8)))
+    with pytest.raises(KernelError, match="'value_codes' is on 'meta'"):
+        of_codes(replace(made, value=made.value.to("meta")))
+    with pytest.raises(KernelError, match="'out' must be float8_e4m3fn"):
+        of_codes(made, quantiser=Quantiser(torch.ones(1)))

@@ -72,6 +72,23 @@ def test_shares_are_of_all_values() -> None:
 # -- the observer ------------------------------------------------------------------------------------------------------
 
 
+def test_queries_keys_and_values_are_seen_behind_the_product_that_makes_them() -> None:
+    rows, matrix, rope = 6, drawn(4 * 8, 16), torch.randn(6, 8)
+    sites = ("a.query", "a.key", "a.value")
+    observer = Observer()
+    observer.watch({"a.qkv": matrix}, dict.fromkeys(("a.qkv", *sites), 1), {"a.qkv": sites})
+    observer.live = 4
+    ops, qkv, unwatched = observer.ops(reference_ops()), torch.empty(rows, 32), torch.randn(rows, 32)
+    ops.linear(drawn(rows, 16, seed=1), matrix, out=qkv)
+    heads = [torch.empty(rows, count, 8) for count in (2, 1, 1)]
+    ops.split_rope_write(unwatched, rope, query=heads[0], key=heads[1], value=heads[2])
+    assert not set(sites) & set(observer.ranges)
+    ops.split_rope_write(qkv, rope, query=heads[0], key=heads[1], value=heads[2])
+    for site, tensor in zip(sites, heads, strict=True):
+        assert observer.ranges[site].rows == 4
+        assert torch.equal(observer.ranges[site].largest, tensor[:4].flatten(1).abs().amax(0))
+
+
 def test_it_changes_nothing() -> None:
     x, weight, out, plain = drawn(3, 8), drawn(4, 8), torch.empty(3, 4), torch.empty(3, 4)
     observer = Observer()

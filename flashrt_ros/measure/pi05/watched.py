@@ -14,7 +14,7 @@ from ...ops import reference_ops
 from ...ops.embed import ABSENT
 from ...policies.pi05 import Pi05Policy, build
 from ...policies.pi05.plan import image_buffer, variant_name
-from ...policies.pi05.sites import site_matrices
+from ...policies.pi05.sites import operand_sites, site_matrices, site_names
 from ...policies.pixels import PixelOrder
 from ...policies.samples import Sample, SampleError
 from ...precision.observe import Observer
@@ -43,9 +43,11 @@ class Watched:
     def watch(self, observations: Sequence[Observation], advance: Callable[[int], None]) -> None:
         """Run every observation once; `advance` is told of each."""
         matrices = site_matrices(self.policy.weights)
-        steps = self.policy.config.steps
-        calls = {site: len(observations) * (steps if site.startswith("expert.") else 1) for site in matrices}
-        self.observer.watch(matrices, calls)
+        config = self.policy.config
+        calls = {
+            site: len(observations) * (config.steps if site.startswith("expert.") else 1) for site in site_names(config)
+        }
+        self.observer.watch(matrices, calls, operand_sites(config))
         with torch.inference_mode():
             self.policy.bodies["checkpoint"](self._arena, self.policy.contract.variants[0])
             for observation in observations:

@@ -30,6 +30,7 @@ from .gemm_tiling import (
     stages,
     tiling,
 )
+from .head_codes import HEAD_DIM, HEADS, HeadCodes
 from .kernel import architecture, kernel
 from .registers import demand_registers
 from .rows import demand_heads
@@ -41,7 +42,6 @@ PRODUCED_FOR = (2,)  # consumers that a warpgroup of its own fetches for
 _REGISTERS = 168  # of a thread at its launch, where that warpgroup hands its own over: 2 * 232 + 40 are 3 * 168
 _LOW_ROWS = 128  # up to which a tile needs few registers, and nothing is handed over
 _ROW_BYTES = 16  # rows of every matrix start at multiples of these
-_HEAD_DIM, _QUERY_HEADS = 256, 8
 _HEAD_CONSUMERS = 2  # whose tiles are halves of a head
 _GROUP_THREADS, _ROWS_PER_RMS_BLOCK, _RMS_THREADS = 128, 8, 256
 _CHOICES = ("TILE_ROWS", "STAGES", "CONSUMERS", "CHUNKS", "SHARE_X", "SHARE_WEIGHTS")
@@ -143,14 +143,16 @@ class Heads:
 
     Args:
         rope: bf16[rows, 256], cosines then sines.
-        query: bf16[rows, 8, 256]; rows may be further apart. None where only keys and values are needed.
+        query: bf16[rows, 8, 256]; rows may be further apart. None where only keys and values are needed, or codes.
         key, value: bf16[rows, 1, 256].
+        codes: of queries instead of `query`, of keys and values too; those of the bfloat16. None for none.
     """
 
     rope: Tensor
     query: Tensor | None
     key: Tensor
     value: Tensor
+    codes: HeadCodes | None = None
 
 
 def rotated_qkv(
@@ -167,12 +169,16 @@ def rotated_qkv(
         behind: what is done before they are rotated: `factor` and `bias` only.
     """
     op, query, rows = "rotated_qkv", heads.query, x.shape[0]
-    outputs = _HEAD_DIM * (2 + (0 if query is None else _QUERY_HEADS))
-    check(op, x=(x, "rows inputs"), weight=(weight, (outputs, "inputs")), rope=(heads.rope, ("rows", _HEAD_DIM)),
-          key=(heads.key, ("rows", 1, _HEAD_DIM)), value=(heads.value, ("rows", 1, _HEAD_DIM)))  # fmt: skip
+    outputs = HEAD_DIM * (2 + (0 if query is None and heads.codes is None else HEADS))
+    check(op, x=(x, "rows inputs"), weight=(weight, (outputs, "inputs")), rope=(heads.rope, ("rows", HEAD_DIM)),
+          key=(heads.key, ("rows", 1, HEAD_DIM)), value=(heads.value, ("rows", 1, HEAD_DIM)))  # fmt: skip
     demand_dense(op, torch.bfloat16, rope=heads.rope, key=heads.key, value=heads.value)
     if query is not None:
         demand_heads(op, query, rows)
+    if heads.codes is not None:
+        heads.codes.demand(op, rows, x.device)
+        if query is not None:
+            raise KernelError(f"{op}: queries become bfloat16 or codes; give 'query' or 'codes'")
     for name in ("rope", "query", "key", "value"):
         if getattr(heads, name) is not None:
             demand_device(f"{op}: '{name}'", getattr(heads, name), x.device)
@@ -215,7 +221,7 @@ def _launch(
     if x.dtype == CODES:
         best = Sharing.best(cut, rows, outputs, parts, inputs, _processors(x.device))
         variant = {"SHARE_X": best.x, "SHARE_WEIGHTS": best.weights, **variant}
-    source = _source(cut, x, behind, overlap, {**variant, "GEGLU": int(geglu), "ROTARY": int(heads is not None)})
+    source = _source(cut, x, behind, overlap, {**variant, "GEGLU": int(geglu), **_head_choices(heads)})
     tile, consumers, layout = cut.rows, cut.consumers, OutLayout.of(source.defines)
     row_tiles, column_tiles = -(-rows // tile), -(-outputs // columns(consumers))
     sharing = Sharing.of(source.defines)
@@ -235,11 +241,12 @@ def _launch(
         _GROUP_THREADS * (consumers + (consumers in PRODUCED_FOR)),
         nbytes,
         (
-            _weight_map(weight, consumers, step, outputs // 2 if geglu else _HEAD_DIM // 2 if heads else 0, sharing),
+            _weight_map(weight, consumers, step, outputs // 2 if geglu else HEAD_DIM // 2 if heads else 0, sharing),
             tensor_map(x, (sharing.rows(tile), step), STEP_BYTES),
             # Codes are stored without the engine: this map is then no more than valid.
             tensor_map(x, (tile, _ROW_BYTES), 0) if to_codes else tensor_map(target, layout.box, layout.line_bytes),
             *(_head_maps(heads, tile, layout) if heads else ()),
+            *(_head_codes(heads.codes) if heads and heads.codes else ()),
             *(_pointer(t) for t in (behind.scale, behind.factor, behind.bias, behind.out_scale)),
             _pointer(out if to_codes else None),
             *(ctypes.c_int(value) for value in (rows, outputs, column_tiles, steps, parts, part_rows)),
@@ -259,6 +266,14 @@ def _head_maps(heads: Heads, tile: int, layout: OutLayout) -> tuple[TensorMap, .
     """Of keys, of values, and of the table: a slot of the ring holds cosines or sines of a tile's pairs."""
     made = (tensor_map(tensor.flatten(1), layout.box, layout.line_bytes) for tensor in (heads.key, heads.value))
     return *made, tensor_map(heads.rope, (tile, STEP_BYTES // heads.rope.element_size()), STEP_BYTES)
+
+
+def _head_choices(heads: Heads | None) -> dict[str, int]:
+    return {"ROTARY": int(heads is not None), "HEAD_CODES": int(heads is not None and heads.codes is not None)}
+
+
+def _head_codes(codes: HeadCodes) -> tuple[ctypes.c_void_p, ...]:
+    return tuple(map(_pointer, (codes.query, codes.key, codes.value, codes.scales)))
 
 
 def _source(cut: Tiling, x: Tensor, behind: Behind, overlap: bool, variant: Mapping[str, int]) -> KernelSource:
@@ -317,8 +332,8 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 def product_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place; TILE_ROWS has to be among them."""
     usual = {
-        "STAGES": 4, "CONSUMERS": 2, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "ROTARY": 0, "FP8": 0,
-        "OVERLAP": 0, "SHARE_X": 1, "SHARE_WEIGHTS": 1,
+        "STAGES": 4, "CONSUMERS": 2, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "ROTARY": 0,
+        "HEAD_CODES": 0, "FP8": 0, "OVERLAP": 0, "SHARE_X": 1, "SHARE_WEIGHTS": 1,
     }  # fmt: skip
     return KernelSource("gemm", {**usual, **defines})
 

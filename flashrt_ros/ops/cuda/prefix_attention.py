@@ -17,19 +17,20 @@ from ..shapes import check
 from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
+from .head_codes import HEAD_DIM, HEADS, VALUE_KEYS, HeadCodes
 from .kernel import architecture, kernel
 from .registers import demand_registers
 from .rows import CODES, Quantiser, demand_heads, lone_scale
-from .tensor_map import heads_map, launch_with_maps, tensor_map
+from .tensor_map import TensorMap, heads_map, launch_with_maps, tensor_map
 
 ARCHITECTURE = "sm_90a"
 _OP = "prefix_attention"
-_HEADS, _HEAD_DIM = 8, 256
-_WIDTH = _HEADS * _HEAD_DIM
+_WIDTH = HEADS * HEAD_DIM
 _CONSUMER_ROWS, _CONSUMERS = 8, 2  # rows of the prefix that one has; consumers of a block
 _BLOCKS = 2  # of a cluster, which share their rows
-_COLUMNS, _SWIZZLE = 64, 128  # of a box, and its bytes
+_SWIZZLE = 128  # bytes of a row of a box
 _USUAL = {"TILE_ROWS": 80, "KEY_BUFFERS": 2, "VALUE_BUFFERS": 2}  # keys of a tile; tiles that are under way
+_USUAL_OF_CODES = {"TILE_ROWS": 64, "KEY_BUFFERS": 4, "VALUE_BUFFERS": 4}
 _THREADS = 384
 REGISTERS = 168  # of a thread at its launch: 2 * 232 + 40 are 3 * 168
 
@@ -60,15 +61,74 @@ def prefix_attention(
         overlap: begin beside the kernel in front of this one, and let the next one do so; changes no bit.
         variant: other compile-time choices than the best known ones, for whoever measures them.
     """
-    scale = None if quantiser is None else lone_scale(_OP, quantiser)
-    _check(query, key, value, valid, out, scale)
+    head, rows = f"1 {HEAD_DIM}", query.shape[0]
+    check(_OP, query=(query, f"rows {HEADS} {HEAD_DIM}"), key=(key, f"rows {head}"), value=(value, f"rows {head}"))
+    demand_heads(_OP, query, rows)
+    demand_dense(_OP, torch.bfloat16, key=key, value=value)
+    for name, tensor in {"key": key, "value": value}.items():
+        demand_device(f"{_OP}: '{name}'", tensor, query.device)
+    choices = _choices(variant, fp8=False)
+    scale = _demand(query, valid, out, quantiser)
+    tile, columns = choices["TILE_ROWS"], _SWIZZLE // query.element_size()
+    maps = (
+        heads_map(query, (_CONSUMER_ROWS, columns), _SWIZZLE),
+        tensor_map(key.flatten(1), (tile, columns), _SWIZZLE),
+        tensor_map(value.flatten(1), (tile, columns), _SWIZZLE),
+    )
+    _launch(maps, (valid, out, scale), query, choices, overlap)
+
+
+def prefix_attention_of_codes(
+    codes: HeadCodes, valid: Tensor, *, out: Tensor, quantiser: Quantiser | None = None, overlap: bool = False,
+    variant: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """The same for E4M3 codes. The weights of values are rounded to codes too, under a scale of 1/256 of the greatest
+    one; what divides a row's sum is the sum of its weights before that.
+
+    Args:
+        codes: of all rows; what stands behind the first `valid` may be anything.
+        valid, out, quantiser, overlap, variant: as for `prefix_attention`. Scales of codes are not made by the kernel
+            in front.
+    """
+    rows = codes.query.shape[0]
+    codes.demand(_OP, rows, codes.query.device)
+    choices = _choices(variant, fp8=True)
+    scale = _demand(codes.query, valid, out, quantiser)
+    maps = (
+        heads_map(codes.query, (_CONSUMER_ROWS, _SWIZZLE), _SWIZZLE),
+        tensor_map(codes.key, (choices["TILE_ROWS"], _SWIZZLE), _SWIZZLE),
+        tensor_map(codes.value.flatten(0, 1), (HEAD_DIM, VALUE_KEYS), VALUE_KEYS),
+    )
+    _launch(maps, (codes.scales, valid, out, scale), codes.query, choices, overlap)
+
+
+def _choices(variant: Mapping[str, int] | None, *, fp8: bool) -> dict[str, int]:
     demand_choices(_OP, variant or {}, _USUAL)
+    return {**(_USUAL_OF_CODES if fp8 else _USUAL), **(variant or {}), "FP8": int(fp8)}
+
+
+def _demand(query: Tensor, valid: Tensor, out: Tensor, quantiser: Quantiser | None) -> Tensor | None:
+    """The scale of the result's codes; an error where there is something that the kernel does not take."""
+    scale = None if quantiser is None else lone_scale(_OP, quantiser)
+    check(_OP, query=(query, "rows heads head_dim"), valid=(valid, "1"), out=(out, f"rows {_WIDTH}"))
+    demand_dense(_OP, torch.int32, alignment=4, valid=valid)
+    demand_dense(_OP, torch.bfloat16 if scale is None else CODES, out=out)
+    for name, tensor in {"valid": valid, "out": out, "scale": scale}.items():
+        if tensor is not None:
+            demand_device(f"{_OP}: '{name}'", tensor, query.device)
     reason = unsuited(query.device)
     if reason:
         raise KernelError(f"{_OP}: {reason}")
-    source = prefix_attention_source({**(variant or {}), "OVERLAP": int(overlap), "OUT8": int(scale is not None)})
+    return scale
+
+
+def _launch(
+    maps: tuple[TensorMap, ...], tensors: tuple[Tensor | None, ...], query: Tensor, choices: Mapping[str, int],
+    overlap: bool,
+) -> None:  # fmt: skip
+    *_, scale = tensors
+    source = prefix_attention_source({**choices, "OVERLAP": int(overlap), "OUT8": int(scale is not None)})
     rows, nbytes = query.shape[0], shared_bytes(source)
-    tile = source.defines["TILE_ROWS"]
     demand_registers(source, ARCHITECTURE, REGISTERS)
     launch_with_maps(
         int(kernel(source, _OP, query.device, nbytes).driver_kernel.handle),
@@ -77,10 +137,8 @@ def prefix_attention(
         _THREADS,
         nbytes,
         (
-            heads_map(query, (_CONSUMER_ROWS, _COLUMNS), _SWIZZLE),
-            tensor_map(key.flatten(1), (tile, _COLUMNS), _SWIZZLE),
-            tensor_map(value.flatten(1), (tile, _COLUMNS), _SWIZZLE),
-            *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (valid, out, scale)),
+            *maps,
+            *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors),
             ctypes.c_int(rows),
         ),
         overlap=overlap,
@@ -89,7 +147,8 @@ def prefix_attention(
 
 def prefix_attention_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place."""
-    return KernelSource(_OP, {**_USUAL, "OUT8": 0, "OVERLAP": 0, **defines})
+    usual = _USUAL_OF_CODES if defines.get("FP8") else _USUAL
+    return KernelSource(_OP, {**usual, "FP8": 0, "OUT8": 0, "OVERLAP": 0, **defines})
 
 
 def blocks(rows: int) -> int:
@@ -100,23 +159,9 @@ def blocks(rows: int) -> int:
 def shared_bytes(source: KernelSource) -> int:
     """Shared memory of a block: queries, buffers of keys and values, maximum and sum of given rows, the barriers."""
     tile, keys, values = (source.defines[name] for name in _USUAL)
-    product_rows, pieces = _CONSUMER_ROWS * _HEADS, _HEAD_DIM // _COLUMNS
+    row_bytes = HEAD_DIM * (1 if source.defines["FP8"] else 2)
+    product_rows, pieces = _CONSUMER_ROWS * HEADS, row_bytes // _SWIZZLE
     full = keys * pieces + values + _CONSUMERS * pieces  # a barrier for each piece of keys and of queries
     empty = _CONSUMERS * (keys + values)
     barriers = full + empty + 2  # ready to be given to, and given
-    return (_CONSUMERS * product_rows + (keys + values) * tile) * _HEAD_DIM * 2 + product_rows * 8 + barriers * 8
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, valid: Tensor, out: Tensor, scale: Tensor | None) -> None:
-    head, row = f"1 {_HEAD_DIM}", f"rows {_HEADS} {_HEAD_DIM}"
-    check(
-        _OP, query=(query, row), key=(key, f"rows {head}"), value=(value, f"rows {head}"), valid=(valid, "1"),
-        out=(out, f"rows {_WIDTH}"),
-    )  # fmt: skip
-    demand_heads(_OP, query, query.shape[0])
-    demand_dense(_OP, torch.bfloat16, key=key, value=value)
-    demand_dense(_OP, torch.int32, alignment=4, valid=valid)
-    demand_dense(_OP, torch.bfloat16 if scale is None else CODES, out=out)
-    for name, tensor in {"key": key, "value": value, "valid": valid, "out": out, "scale": scale}.items():
-        if tensor is not None:
-            demand_device(f"{_OP}: '{name}'", tensor, query.device)
+    return (_CONSUMERS * product_rows + (keys + values) * tile) * row_bytes + product_rows * 8 + barriers * 8

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...ops.cuda import attention as library
 from ...ops.cuda import image_attention as images
 from ...ops.cuda import prefix_attention as prefixes
+from ...ops.cuda.head_codes import HeadCodes
 from ...ops.cuda.rows import Quantiser
 from ...ops.report import KernelReport
 from .config import Pi05Config
@@ -81,6 +82,14 @@ class Attentions:
             return quantised(self._library[query.shape[0]](query, key, value), quantiser, self._overlap)
         out = memory if quantiser is None else as_codes(memory)
         prefixes.prefix_attention(query, key, value, valid, out=out, quantiser=quantiser, overlap=self._overlap)
+        return out
+
+    def prefix_of_codes(
+        self, codes: HeadCodes, valid: Tensor, memory: Tensor, quantiser: Quantiser | None = None
+    ) -> Tensor:
+        """The same of queries, keys and values that are codes; only where the own kernel computes PREFIX."""
+        out = memory if quantiser is None else as_codes(memory)
+        prefixes.prefix_attention_of_codes(codes, valid, out=out, quantiser=quantiser, overlap=self._overlap)
         return out
 
     def take_valid(self, rows: int, valid: Tensor) -> None:

@@ -212,6 +212,11 @@ class CodesProduct(PackedProduct):
         super().__init__(weight, bias, overlap, OWN_FP8 if parts == 1 else f"{OWN_FP8}, {parts} parts")
         self._codes, self._parts = weight.codes.view(CODES), parts
 
+    @property
+    def head_scales(self) -> Tensor | None:
+        """float32[3], where queries, keys and values shall become codes too; see `Heads`."""
+        return self.packed.output_scales
+
     def _behind(self, *, gelu: bool = False, then: Quantiser | None = None) -> Behind:
         return Behind(factor=self.factor, bias=self.bias, gelu=gelu, out_scale=None if then is None else then.scale)
 

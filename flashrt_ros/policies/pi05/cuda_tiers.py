@@ -16,12 +16,13 @@ from ...ops import OpTable
 from ...ops.cuda import rows as kernels
 from ...ops.cuda.errors import KernelError
 from ...ops.cuda.gemm import Heads
+from ...ops.cuda.head_codes import HeadCodes
 from ...ops.report import KernelReport
 from ...precision.packed import PackedWeight
 from .config import Pi05Config
 from .cuda_attention import IMAGE, PREFIX
 from .cuda_expert import expert_reports
-from .cuda_products import CUBLASLT, Product, as_codes, kind_of, owns_any, product_of
+from .cuda_products import CUBLASLT, CodesProduct, Product, as_codes, kind_of, owns_any, product_of
 from .cuda_stages import Arena, CudaStages
 from .weights import Dense, GemmaLayer, Pi05Weights, VisionLayer
 
@@ -66,6 +67,7 @@ class TierStages(CudaStages):
         self._prefix = _or_error(self._prefix_products)
         self.has_wide_prefix = isinstance(self._prefix, PartProducts) and None in self._prefix.layers
         """A layer of the prefix runs as in 16-bit, and so does its product of gate and up."""
+        self._codes = self._code_memory()
 
     def optional_of_vision(self) -> tuple[str, ...]:
         """Steps that may be left out of the fused vision, see `leave_out`."""
@@ -170,13 +172,33 @@ class TierStages(CudaStages):
             return super()._prefix_layer(index, arena, None, key, value)
         config, spare = self._config, _spare(arena)
         qkv, hidden = arena["prefix_qkv"][:rows], arena["prefix_hidden"][:rows]
-        query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
-        heads = Heads(arena["rope"][:rows], query, key, value)
-        products.qkv.heads(self._prefix_input(arena, rows, branch, products.qkv), qkv, heads, spare)
         memory, wanted = arena["prefix_normed"][:rows], products.output.quantiser
-        mixed = self.attentions.prefix(query, key, value, arena["prefix_rows"], memory, wanted)
+        codes, normed = self._head_codes(products.qkv, rows), self._prefix_input(arena, rows, branch, products.qkv)
+        if codes is None:
+            query = qkv[:, : config.query_width].view(rows, config.query_heads, config.head_dim)
+            products.qkv.heads(normed, qkv, Heads(arena["rope"][:rows], query, key, value), spare)
+            mixed = self.attentions.prefix(query, key, value, arena["prefix_rows"], memory, wanted)
+        else:
+            products.qkv.heads(normed, qkv, Heads(arena["rope"][:rows], None, key, value, codes), spare)
+            mixed = self.attentions.prefix_of_codes(codes, arena["prefix_rows"], memory, wanted)
         normed = self._prefix_input(arena, rows, products.output.branch(mixed, spare), products.up)
         return products.down.branch(products.up.geglu(normed, hidden, spare, products.down.quantiser), spare)
+
+    def _code_memory(self) -> HeadCodes | None:
+        """For queries, keys and values of one layer, if any has codes of them."""
+        layers = self._prefix.layers if isinstance(self._prefix, PartProducts) else ()
+        for layer in layers:
+            scales = None if layer is None else _head_scales(layer.qkv)
+            if scales is not None:
+                return HeadCodes.allocate(self._config.prefix_rows, scales)
+        return None
+
+    def _head_codes(self, product: Product, rows: int) -> HeadCodes | None:
+        """Where `product` writes codes for attention; None where attention takes bfloat16."""
+        scales = _head_scales(product)
+        if scales is None or self._codes is None or not self.attentions.is_own(PREFIX):
+            return None
+        return self._codes.first(rows, scales)
 
     def _last_key_value(self, arena: Arena, branch: Tensor | None, key: Tensor, value: Tensor) -> None:
         product, rows = _there(self._prefix).last, key.shape[0]
@@ -199,6 +221,10 @@ class TierStages(CudaStages):
         """Add the branch in front of a layer that takes none; the norm that comes with that is not used."""
         if branch is not None:
             self._prefix_input(arena, rows, branch, None)
+
+
+def _head_scales(product: Product) -> Tensor | None:
+    return product.head_scales if isinstance(product, CodesProduct) else None
 
 
 def _as_input(buffer: Tensor, product: Product | None) -> Tensor:

@@ -11,7 +11,7 @@ from .config import Pi05Config
 from .cuda_expert import packed_expert_bytes
 from .layout import expected_shapes
 from .plan import build_contract
-from .sites import site_matrices
+from .sites import EMBEDDING_SITE, site_matrices
 from .tiers import formats_of, weight_bytes
 from .weights import load_weights
 
@@ -37,7 +37,7 @@ def needed_bytes(config: Pi05Config) -> int:
     running, packing = stored + copied + arena, 0
     if narrow:
         packing = weight_bytes(weights).stored + stored
-    multiplied = [matrices[site].numel() for site in narrow if not site.endswith(".embedding")]
+    multiplied = [matrices[site].numel() for site in narrow & set(matrices) if site != EMBEDDING_SITE]
     return max(running, packing) + 4 * _COPIES * max(multiplied, default=0) + _LIBRARIES
 
 

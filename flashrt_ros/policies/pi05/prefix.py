@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...ops import OpTable
+from ...precision.packed import PackedWeight
 from .config import Pi05Config
 from .weights import GemmaLayer, PrefixWeights
 
@@ -33,6 +34,12 @@ def encode_prefix(
     ops.split_rope_write(last, live["rope"], query=None, key=key, value=value)
 
 
+def _scales(layer: GemmaLayer) -> dict[str, Tensor]:
+    """Scales of queries, keys and values, where attention multiplies their codes: then ops are those of a tier."""
+    scales = layer.qkv.output_scales if isinstance(layer.qkv, PackedWeight) else None
+    return {} if scales is None else {"scales": scales}
+
+
 def _layer(
     ops: OpTable,
     config: Pi05Config,
@@ -49,7 +56,7 @@ def _layer(
     ops.residual_rms_norm(residual, branch, eps=config.eps, out=normed)
     ops.linear(normed, layer.qkv, out=live["prefix_qkv"])
     ops.split_rope_write(live["prefix_qkv"], live["rope"], query=query, key=key, value=value)
-    ops.prefix_attention(query, key, value, live["valid"], out=mixed)
+    ops.prefix_attention(query, key, value, live["valid"], out=mixed, **_scales(layer))
     ops.linear(mixed, layer.output, out=added)
     ops.residual_rms_norm(residual, added, eps=config.eps, out=normed)
     ops.linear(normed, layer.gate_up, out=live["prefix_gate_up"])

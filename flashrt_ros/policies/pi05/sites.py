@@ -1,4 +1,4 @@
-"""The sites of π0.5: its matrix products and its embedding table, by name."""
+"""The sites of π0.5 by name: its matrix products, its embedding table, and what the prefix's attention multiplies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .config import Pi05Config
 from .weights import Dense, GemmaLayer, Pi05Weights, VisionLayer
 
 EMBEDDING_SITE = "prefix.embedding"
+Operands = tuple[str, str, str]
 Change = Callable[[str, Tensor], Tensor]
 _Layer = TypeVar("_Layer", VisionLayer, GemmaLayer)
 
@@ -20,20 +21,37 @@ _Layer = TypeVar("_Layer", VisionLayer, GemmaLayer)
 def site_names(config: Pi05Config) -> tuple[str, ...]:
     """Every site, in the order of the computation.
 
-    `vision.{qkv,output,up,down}.<layer>`, `prefix.embedding`, `prefix.{qkv,output,gate_up,down}.<layer>` and
-    `expert.{qkv,output,gate_up,down}.<layer>`. Of the last prefix layer only keys and values are read: its `qkv` holds
-    these rows alone, and it has no other site. What is no site stays 16-bit: patches, positions, projector, norms, the
-    two ends of the expert, and the time layers, which run once a checkpoint.
+    `vision.{qkv,output,up,down}.<layer>`, `prefix.embedding`, `prefix.{qkv,output,gate_up,down}.<layer>`,
+    `prefix.attention.{query,key,value}.<layer>` and `expert.{qkv,output,gate_up,down}.<layer>`. Of the last prefix
+    layer only keys and values are read: its `qkv` holds these rows alone, and it has no other site. What is no site
+    stays 16-bit: patches, positions, projector, norms, the other attentions, the two ends of the expert, and the time
+    layers, which run once a checkpoint.
     """
     last = config.layers - 1
     gemma = ("qkv", "output", "gate_up", "down")
+
+    def prefix(layer: int) -> tuple[str, ...]:
+        qkv, *behind = (f"prefix.{part}.{layer}" for part in gemma)
+        return qkv, *operands_of(layer), *behind
+
     return (
         *(f"vision.{part}.{i}" for i in range(config.vision_layers) for part in ("qkv", "output", "up", "down")),
         EMBEDDING_SITE,
-        *(f"prefix.{part}.{i}" for i in range(last) for part in gemma),
+        *(site for i in range(last) for site in prefix(i)),
         f"prefix.qkv.{last}",
         *(f"expert.{part}.{i}" for i in range(config.layers) for part in gemma),
     )
+
+
+def operands_of(layer: int) -> Operands:
+    """Sites of what the attention of one layer of the prefix multiplies: queries, keys, values. They have no matrix."""
+    query, key, value = (f"prefix.attention.{name}.{layer}" for name in ("query", "key", "value"))
+    return query, key, value
+
+
+def operand_sites(config: Pi05Config) -> dict[str, Operands]:
+    """Product → sites of the queries, keys and values that it makes, where these are sites."""
+    return {f"prefix.qkv.{layer}": operands_of(layer) for layer in range(config.layers - 1)}
 
 
 def foldable_sites(config: Pi05Config) -> frozenset[str]:

@@ -12,17 +12,19 @@ from torch import Tensor
 from ...contract import WIDE, Contract, Identity, SiteFormat
 from ...precision.calibration import Calibration, calibration_key, load_calibration
 from ...precision.capability import require_capability
-from ...precision.errors import CalibrationError, PrecisionError
+from ...precision.errors import CalibrationError, PrecisionError, TierError
 from ...precision.fidelity import NOT_GATED, recorded, require
 from ...precision.packed import PackedWeight, stored_bytes
 from ...precision.tier import Tier, load_tier
 from ..base import SettingsError
 from .config import Pi05Config
 from .plan import build_contract
-from .sites import change_sites, site_matrices, site_names
+from .sites import change_sites, operand_sites, operands_of, site_matrices, site_names
 from .weights import Dense, Pi05Weights, VisionLayer
 
+_CODES, _CODED_WEIGHTS = "e4m3", ("e4m3", "e4m3_tensor")
 _SCALE, _SHIFT = 0, 1  # rows of an adaptive norm's dense layer, in thirds
+_PREFIX_QKV = "prefix.qkv."
 _PADDED = ("vision.up.", "vision.down.")  # what `load_weights` gives room for padding, of the sites
 
 
@@ -42,8 +44,19 @@ class ChosenTier:
 
 
 def narrow_formats(tier: Tier, config: Pi05Config) -> tuple[SiteFormat, ...]:
-    """Formats of the sites that `tier` does not leave 16-bit."""
-    return tuple(item for item in tier.formats(site_names(config)) if not item.wide)
+    """Formats of the sites that `tier` does not leave 16-bit; TierError if attention cannot have those of its own."""
+    table = {item.name: item for item in tier.formats(site_names(config))}
+    for product, operands in operand_sites(config).items():
+        narrow = {table[site].activation for site in operands} - {WIDE}
+        codes = all(table[site].activation == _CODES for site in operands)
+        if narrow and not (codes and table[product].activation == _CODES and table[product].weight in _CODED_WEIGHTS):
+            raise TierError(
+                f"tier '{tier.name}', site '{operands[0]}': attention multiplies queries, keys and values that are all "
+                f"{_CODES} and made by an {_CODES} x {_CODES} product, or 16-bit ones; put a rule in front of the "
+                "others that gives `sites: prefix.attention.*` 16-bit activations"
+            )
+        table |= {site: SiteFormat(site, WIDE, table[site].activation) for site in operands}  # they have no weight
+    return tuple(item for item in table.values() if not item.wide)
 
 
 def formats_of(config: Pi05Config) -> tuple[SiteFormat, ...]:
@@ -136,12 +149,24 @@ def pack_weights(weights: Pi05Weights, chosen: ChosenTier, *, padded: bool = Fal
         scale = None if value is None else torch.tensor([value], device=matrix.device)
         kept = multiplier if site.startswith("prefix.") else None
         scaled = matrix if multiplier is None else matrix.float() / multiplier
-        return PackedWeight(scaled, table[site], scale, kept, padded=padded and site.startswith(_PADDED))
+        return PackedWeight(
+            scaled, table[site], scale, kept, padded=padded and site.startswith(_PADDED),
+            output_scales=_operand_scales(site, chosen, matrix.device),
+        )  # fmt: skip
 
     try:
         return _folded(change_sites(weights, pack), multipliers)
     except PrecisionError as error:
         raise SettingsError(str(error)) from None
+
+
+def _operand_scales(site: str, chosen: ChosenTier, device: torch.device) -> Tensor | None:
+    """float32[3]: scales of the codes that queries, keys and values become, which the product `site` makes; or None."""
+    if not site.startswith(_PREFIX_QKV) or chosen.calibration is None:
+        return None
+    known = (chosen.calibration.scales.get(name) for name in operands_of(int(site.removeprefix(_PREFIX_QKV))))
+    values = [scale.input_scale for scale in known if scale is not None]
+    return torch.tensor(values, device=device) if values else None
 
 
 def _fitting(site: str, multiplier: Tensor | None, matrix: Tensor) -> Tensor | None:
