@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=int, default=100, help="timed calls of a round, at most (default: 100)")
     parser.add_argument("--turn-seconds", type=float, default=1.0, help="of a slow candidate's turn (default: 1)")
     parser.add_argument(
-        "--rate", type=_rate, metavar="HZ", help="also time 1000 calls and replays that begin at this rate, by turns"
+        "--rate",
+        type=_rate,
+        metavar="HZ",
+        help="also time 1000 calls and replays that begin at this rate, by turns, and 250 of each tier beside it",
     )
     parser.add_argument("--parity", type=Path, help="report of `flashrt verify` to put into the result")
     parser.add_argument("--out", type=Path, help="result file; objects of the same configurations are replaced")

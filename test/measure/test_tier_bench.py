@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashrt_ros.cli import main
 from flashrt_ros.measure.errors import MeasureError
 from flashrt_ros.measure.pi05.asked_tiers import AskedTier, require_room, tier_settings
+from flashrt_ros.measure.pi05.bench import Options, bench_together
 from flashrt_ros.measure.pi05.subject import Case
+from flashrt_ros.measure.rounds import Pace, Schedule
 from flashrt_ros.policies.pi05 import build, identify
 from flashrt_ros.policies.pi05.memory import needed_bytes
-from test.measure.tiny import SIZES, settings, tiny_config, write_tiny
+from test.measure.tiny import SIZES, pictures, settings, tiny_config, write_tiny
 
 CASE = ["--tokens", "100"]
 FEW = ["--rounds", "2", "--calls", "1", "--turn-seconds", "0.01"]
@@ -93,6 +96,19 @@ def test_tiers_are_timed_beside_16_bit_in_one_run(
         assert eight["agreement"][name] == gate[name], name
     assert eight["agreement"]["passed"] is True
     assert wide["agreement"] is four["agreement"] is None
+
+
+def test_every_tier_is_timed_at_the_rate_too(folder: Path, files: dict[str, Path], tmp_path: Path) -> None:
+    given = Case(2, 4, 100).settings(settings(folder), tmp_path / "cut")
+    each = tier_settings(given, [AskedTier("8-bit", files["8-bit"])], "cpu")
+    schedule = Schedule(rounds=1, calls=1, turn_s=0.01, fewest=1, warm_up_s=0.0, warm_up_calls=1, discarded=1)
+    kept: list[list[dict[str, Any]]] = []
+    options = Options("cpu", schedule, pace=Pace(hz=100, calls=5, discarded=1))
+    results = bench_together(each, options, pictures(), lambda _: None, kept.append)
+    assert [r["at_rate"]["calls_timed"] for r in results] == [5, 2]  # a quarter, and no part of a call
+    for r in results:
+        assert 0 < r["at_rate"]["replay_ms"]["p50"] <= r["at_rate"]["replay_ms"]["p99"]
+    assert [[r["at_rate"] for r in early] for early in kept] == [[None, None]]
 
 
 def test_the_identity_is_known_without_loading(folder: Path) -> None:

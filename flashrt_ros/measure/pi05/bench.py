@@ -37,7 +37,7 @@ class Options:
 
     Attributes:
         load: two starts, with the cache of kernels cold and warm.
-        pace: the first policy at a fixed rate too, after the rounds.
+        pace: every policy at a fixed rate too, after the rounds; all but the first with a quarter of the calls.
     """
 
     device: str = "cpu"
@@ -83,18 +83,18 @@ def bench_together(
             samples = measure(candidates, options.schedule, device)
         run = Run(options.schedule.describe(), tuple(item.tier for item in timed), options.device, watch.seen(), now())
 
-        def results(paced: dict[str, Any] | None) -> list[dict[str, Any]]:
+        def results(paced: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
             found = [result_of(item, _own_samples(item, samples), run) for item in timed]
-            found[0] |= {"parity": parity_summary(options.parity), "at_rate": paced}
-            for result, seconds in zip(found, load_s, strict=True):
-                result["load_s"] = seconds
+            found[0]["parity"] = parity_summary(options.parity)
+            for result, seconds, rate in zip(found, load_s, paced, strict=True):
+                result |= {"load_s": seconds, "at_rate": rate}
             for result in found[1:]:
                 result["speedup_over"] = speedup_over(found[0], result)
             return found
 
         timed = [replace(item, kernels=_not_counted(item)) for item in timed]
-        keep(results(None))
-        paced = _at_rate(timed[0].subject, options.pace, device, say)
+        keep(results([None] * len(timed)))
+        paced = _all_at_rate(timed, options.pace, device, say)
         say("tracing kernels")
         timed = [replace(item, kernels=_kernels(item)) for item in timed]
         return results(paced)
@@ -153,10 +153,19 @@ def _candidates(timed: Timed) -> list[Candidate]:
     return [replace(candidate, name=_prefix(timed) + candidate.name) for candidate in own]
 
 
-def _at_rate(ours: Subject, pace: Pace | None, device: torch.device, say: Say) -> dict[str, Any] | None:
+def _all_at_rate(
+    timed: Sequence[Timed], pace: Pace | None, device: torch.device, say: Say
+) -> list[dict[str, Any] | None]:
+    """Each policy by itself at the rate, the first with all of its calls, as their tail is of interest."""
     if pace is None:
-        return None
-    say(f"{pace.calls} calls and replays at {pace.hz:g} a second")
+        return [None] * len(timed)
+    paces = pace, *[replace(pace, calls=-(-pace.calls // 4))] * (len(timed) - 1)
+    return [_at_rate(item, each, device, say) for item, each in zip(timed, paces, strict=True)]
+
+
+def _at_rate(timed: Timed, pace: Pace, device: torch.device, say: Say) -> dict[str, Any]:
+    ours = timed.subject
+    say(f"{timed.tier}: {pace.calls} calls and replays at {pace.hz:g} a second")
     candidates = Candidate("call", ours.decide, on_host=True), Candidate("replay", ours.replay)
     with GpuWatch() as watch:
         samples, late = measure_at_rate(candidates, pace, device)
