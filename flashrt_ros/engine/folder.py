@@ -23,7 +23,11 @@ class CapsuleFolder:
 
     def file_of(self, name: str) -> Path:
         """Where the capsule called `name` is or would be; CapsuleNameError for a name that no capsule may have."""
-        return self.path / f"{checked_capsule_name(name)}{SUFFIX}"
+        return Path(self._file(name))
+
+    def _file(self, name: str) -> str:
+        """The same in a form that is sooner made, for what waits for it."""
+        return f"{self._prefix}{checked_capsule_name(name)}{SUFFIX}"
 
     def names(self) -> tuple[str, ...]:
         """Names of the files that are there, sorted; none if the folder does not exist."""
@@ -49,9 +53,8 @@ class CapsuleFolder:
 
     def load(self, name: str) -> Capsule:
         """Read and check the capsule called `name`; UnknownCapsuleError, CapsuleFileError and its kinds."""
-        file = f"{self._prefix}{checked_capsule_name(name)}{SUFFIX}"  # sooner made than a Path, which nobody waits for
         try:
-            return load_capsule(file, name)
+            return load_capsule(self._file(name), name)
         except CapsuleStorageError:
             self._existing(name)  # which says so if there is no such file
             raise
