@@ -13,7 +13,8 @@ constexpr u32 kAllLanes = 0xffffffffu;
 
 // `overlap_trigger` lets the next kernel in the stream start; `overlap_wait` waits until all memory of the kernels
 // before is visible. What stands between them may touch only memory that no earlier kernel of the stage writes, or
-// that was complete before the kernel in front let this one begin. With OVERLAP=0 both are no-ops, and results are equal bit for bit.
+// that was complete before the kernel in front let this one begin. With OVERLAP=0 both are no-ops, and results are
+// equal bit for bit.
 #ifndef OVERLAP
 #define OVERLAP 0
 #endif
@@ -68,6 +69,28 @@ __device__ __forceinline__ uint4 load16(const void* p) { return *reinterpret_cas
 __device__ __forceinline__ void store16(void* p, const uint4& v) { *reinterpret_cast<uint4*>(p) = v; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// From shared memory that barriers fill: these stay where they stand.
+__device__ __forceinline__ u32 load_shared4(u32 shared) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_shared8(u32 shared) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_shared16(u32 shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared)
+               : "memory");
+  return v;
+}
 
 // -- reductions ----------------------------------------------------------------------------------------------------------
 

@@ -116,6 +116,9 @@ struct Share {
                                     ? 0
                                     : max_of(0, min_of(kHeld, (kFirstStages - kReplaced) / kDownTeams));
 
+  // So many of those are decoded there, the others while this block waits for hidden values.
+  static constexpr int kDecodedEarly = min_of(kEarly, DOWN_BITS == 4 ? 1 : kHeld);
+
   int group, team, blocks;
   u32 from[kHeld], full[kHeld], parity[kHeld];  // where weights lie, and what says that they are there
   Weights<DOWN_BITS> weights[kHeld];
@@ -144,12 +147,16 @@ struct Share {
     constexpr bool kMayReplace = kReplaced + kEarly * kDownTeams > 0;
     const int before = GateUp::stages(c.count<GateUp>()) - STAGES;
     take<0, kEarly>(c, 0, [&](int number) { return kMayReplace && before + number >= 0; });
+    decode<0, kDecodedEarly>(c);
   }
+  // What that has left.
+  __device__ __forceinline__ void decode_others(const Consumer& c) { decode<kDecodedEarly, kEarly>(c); }
 
   // Takes the others. All warps of this block have had all stages of `gate_up`.
   template <int BEGIN = 0>
   __device__ __forceinline__ void take_late(const Consumer& c, int first) {
     take<BEGIN, kHeld>(c, first, [](int number) { return kMostHiddenBlocks > STAGES && number >= STAGES; });
+    decode<BEGIN, kHeld>(c);
   }
 
   // sums += what was taken, times the hidden values.
@@ -204,7 +211,6 @@ struct Share {
 #pragma unroll
     for (int i = BEGIN; i < END; ++i)
       if (kHasRoom && block(first + i) < blocks) release(c, i);
-    decode<BEGIN, END>(c);
   }
 
   __device__ __forceinline__ void release(const Consumer& c, int i) const {
@@ -276,6 +282,7 @@ __device__ __forceinline__ void multiply_hidden(Consumer& c, const Position& at,
             c.rank * kOutputsOfRank + c.lane;
   asm volatile("" : "+l"(to));
   ShareSums sums = {};
+  share.decode_others(c);
   if (Share::kEarly < Share::kHeld) share.take_late<Share::kEarly>(c, 0);
   mbarrier_wait(c.parts_barrier(place), place.parity);
   share.multiply(c, 0, sums);

@@ -211,6 +211,13 @@ __device__ __forceinline__ void finish_unit_by_rows(const Consumer& c, const flo
   if (c.lane < 2 * kOperandRows && row < ROWS && tile < c.count<P>()) finish(tile, row, load_shared16(memory));
 }
 
+// Decodes one step, here and not where it is used.
+template <int BITS>
+__device__ __forceinline__ void decode_step(uint4& to, const Weights<BITS>& weights, int s) {
+  to = weights.step(s);
+  asm volatile("" : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w));
+}
+
 // The units of a product that a warp multiplies, one at a time. It is made in front of the wait for rows, which is long
 // enough to work out all addresses, and to take the first weights into registers: the ring is filled again meanwhile.
 template <typename P>
@@ -222,6 +229,10 @@ struct Multiplier {
   // the phase.
   static constexpr int kGroupsAtOnce = min_of(ceil_div(P::kMost, kStageTiles), ceil_div(kUnitsAtOnce<P>, kStageUnits));
   static constexpr bool kIsEarly = (kGroupsAtOnce - 1) * P::kChunks + (kPairs<P> ? kOwn : 0) + 1 < STAGES;
+  // Steps of the first unit that it decodes before it asks for rows. NVFP4 takes almost twice as many instructions as
+  // E4M3, and whoever asks later gets them later: the others are decoded while rows are on their way.
+  static constexpr int kDecoded = kOwn * kSteps, kInFront = P::kBits == 4 ? 6 : kDecoded;
+  static constexpr bool kLeaves = kIsEarly && kInFront < kDecoded;
 
   int unit, half;  // number of the unit; of its inputs
   FewRowsAddress operands;
@@ -254,14 +265,19 @@ struct Multiplier {
 
   // Takes a unit's first weights: in front of the barrier behind the operands if it can, otherwise behind it.
   __device__ __forceinline__ void prepare(const Consumer& c) {
-    if (kIsEarly) take_and_release(c);
+    if (kIsEarly) take_and_release<kInFront>(c);
   }
   __device__ __forceinline__ void begin(const Consumer& c) {
-    if (!kIsEarly) take_and_release(c);
+    if (!kIsEarly) take_and_release<kDecoded>(c);
   }
+  template <int COUNT>
   __device__ __forceinline__ void take_and_release(const Consumer& c) {
     take(c);
-    if (exists(c)) release_and_decode(c);
+    if (exists(c)) release_and_decode<COUNT>(c);
+  }
+  // What `prepare` has left.
+  __device__ __forceinline__ void decode_others(const Consumer& c) {
+    if (kLeaves && exists(c)) decode<kInFront, kDecoded>();
   }
 
   // Takes the weights of its chunks, if its unit exists.
@@ -275,19 +291,17 @@ struct Multiplier {
     }
   }
 
-  // The ring may have the memory of what was taken. Codes are decoded at once: with the first ones nobody waits for
-  // that.
+  // The ring may have the memory of what was taken. The first COUNT steps of codes are decoded at once.
+  template <int COUNT = kDecoded>
   __device__ __forceinline__ void release_and_decode(const Consumer& c) {
     release(c);
+    decode<0, COUNT>();
+  }
+  template <int BEGIN, int END>
+  __device__ __forceinline__ void decode() {
     if constexpr (P::kBits != 16) {
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i)
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-          uint4& to = decoded[i][s];
-          to = weights[i].step(s);
-          asm volatile("" : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w));
-        }
+      for (int k = BEGIN; k < END; ++k) decode_step(decoded[k / kSteps][k % kSteps], weights[k / kSteps], k % kSteps);
     }
   }
   __device__ __forceinline__ void release(const Consumer& c) const {
@@ -320,6 +334,13 @@ template <typename P>
 struct HeldUnits {
   static constexpr int kUnits = kUnitsEach<P>;
   static constexpr int kSets = P::kBits == 16 ? 1 : kUnits;  // units whose weights there are registers for
+  // Decoded chunks that there are registers for: codes of NVFP4 leave more. What is decoded before there are rows need
+  // not be behind products.
+  static constexpr int kPlaces = kUnits == 1 ? 2 : P::kBits == 4 ? 4 : 3;
+  // Steps of them that are decoded before rows are asked for: see Multiplier. Of one unit all, since then rows, which
+  // are those that the layer begins with, come late enough.
+  static constexpr int kDecoded = kPlaces * kSteps, kInFront = P::kBits == 4 && kUnits > 1 ? 4 : kDecoded;
+  static constexpr bool kLeaves = P::kBits != 16 && kInFront < kDecoded;
   static_assert(!kHolds<P> || P::kChunks == 2, "a warp multiplies whole units");
 
   int first;  // number of this warp's first unit
@@ -327,7 +348,7 @@ struct HeldUnits {
   u32 from[kUnits][2];                  // where the weights of both chunks lie in the ring
   u32 empty[kUnits], arrivals[kUnits];  // of lane i's release, which is that of chunk i
   Weights<P::kBits> weights[kSets][2];
-  uint4 decoded[2][kSteps] = {};  // of the unit to come: what the matrix instructions take of codes
+  uint4 decoded[kPlaces][kSteps] = {};  // what the matrix instructions take of codes: of the chunks to come
 
   __device__ __forceinline__ explicit HeldUnits(const Consumer& c) : first(c.warp), operands(c, 0) { operands.pin(); }
 
@@ -373,17 +394,28 @@ struct HeldUnits {
     if (c.lane < 2) c.ring.release(empty[i], all, arrivals[i]);
   }
 
-  // Codes are decoded behind products of another unit.
-  __device__ __forceinline__ void decode(int i) {
-    if constexpr (P::kBits != 16) {
+  // Chunks of all units are counted: a unit has two, and a chunk's place is its number modulo kPlaces.
+  __device__ __forceinline__ void decode_step_of(int chunk, int s) {
+    if constexpr (P::kBits != 16)
+      decode_step(decoded[chunk % kPlaces][s], weights[chunk / 2 % kSets][chunk % 2], s);
+  }
+  // Steps BEGIN to END, counted from the first chunk on.
+  template <int BEGIN, int END>
+  __device__ __forceinline__ void decode_first(const Consumer& c) {
+    if (!exists(c, 0)) return;
 #pragma unroll
-      for (int chunk = 0; chunk < 2; ++chunk)
+    for (int k = BEGIN; k < END; ++k) decode_step_of(k / kSteps, k % kSteps);
+  }
+  // What `prepare` has left.
+  __device__ __forceinline__ void decode_others(const Consumer& c) { decode_first<kInFront, kDecoded>(c); }
+
+  // Behind products of unit i: its places have room for two chunks. Those of units that do not exist are zeros, which
+  // are decoded too: what is written under one condition and read under another would be in registers for ever.
+  __device__ __forceinline__ void decode_behind(int i) {
 #pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-          uint4& to = decoded[chunk][s];
-          to = weights[i % kSets][chunk].step(s);
-          asm volatile("" : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w));
-        }
+    for (int chunk = 2 * i + kPlaces; chunk < min_of(2 * i + kPlaces + 2, 2 * kUnits); ++chunk) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) decode_step_of(chunk, s);
     }
   }
 
@@ -404,7 +436,7 @@ struct HeldUnits {
 #pragma unroll
     for (int i = 0; i < kSets; ++i)
       if (exists(c, i)) release(c, i);
-    if (exists(c, 0)) decode(0);
+    decode_first<0, kInFront>(c);
   }
 
   // What both chunks of unit i add, side by side: chains of sums that overlap.
@@ -414,7 +446,8 @@ struct HeldUnits {
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int chunk = 0; chunk < 2; ++chunk)
-        multiply_step(both[chunk], P::kBits == 16 ? weights[i % kSets][chunk].step(s) : decoded[chunk][s],
+        multiply_step(both[chunk],
+                      P::kBits == 16 ? weights[i % kSets][chunk].step(s) : decoded[(2 * i + chunk) % kPlaces][s],
                       rows[chunk].step(s), 0);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) sums[k] = both[0][k] + both[1][k];
@@ -432,7 +465,7 @@ __device__ __forceinline__ void multiply_held_units(const Consumer& c, HeldUnits
     m.multiply(sums, kept, i);
     const bool loads = i + kSets < kUnits && m.exists(c, i + kSets), goes_on = i + 1 < kUnits && m.exists(c, i + 1);
     if (loads) m.load(c, i + kSets);
-    if (goes_on) m.decode(i + 1);
+    if (goes_on) m.decode_behind(i);
     finish_unit_by_rows<P>(c, sums, m.unit(i), finish);
     if (!goes_on) return;
     if (loads) m.release(c, i + kSets);
@@ -500,6 +533,7 @@ __device__ __forceinline__ void multiply_halves(const Consumer& c, Multiplier<P>
     if (!m.exists(c)) return;
     m.locate(c);
     m.prepare(c);
+    m.decode_others(c);
   }
 }
 
@@ -658,6 +692,7 @@ __device__ __forceinline__ void multiply_in_groups(const Consumer&, const Finish
 // With many rows nothing is done before there are operands.
 template <typename P>
 struct ManyRowsMultiplier {
+  static constexpr bool kLeaves = false;
   __device__ __forceinline__ explicit ManyRowsMultiplier(const Consumer&) {}
   __device__ __forceinline__ void prepare(const Consumer&) const {}
 };
@@ -676,6 +711,16 @@ struct MultiplierOf<P, false, HOLDS> {
 // What multiplies the tiles of this cluster.
 template <typename P>
 using TileMultiplier = typename MultiplierOf<P>::Type;
+
+// Asks for rows, and meanwhile decodes what `prepare` has left: ask(meanwhile), see poll.
+template <typename M, typename Ask>
+__device__ __forceinline__ void while_asking(const Consumer& c, M& multiplier, const Ask& ask) {
+  if constexpr (M::kLeaves) {
+    ask([&] { multiplier.decode_others(c); });
+  } else {
+    ask(Nothing{});
+  }
+}
 
 // Multiplies the tiles of this cluster; finish(tile, words) takes each of this warp's (see transpose_tile).
 template <typename P, typename Finish>

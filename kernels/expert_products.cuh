@@ -70,16 +70,16 @@ __device__ __forceinline__ void store_squares(const Consumer& c) {
     if (c.row_of_warp(i) < ROWS) c.shared.traded[c.row_of_warp(i) * kSquareStride + c.lane] = square_of(c.residual[i]);
 }
 
-// The residual times 1 + scale, as bfloat16 operands of P.
-template <typename P>
-__device__ __forceinline__ void load_residual(Consumer& c, const Position& at) {
+// The residual times 1 + scale, as bfloat16 operands of P. `meanwhile`: see poll.
+template <typename P, typename Meanwhile>
+__device__ __forceinline__ void load_residual(Consumer& c, const Position& at, const Meanwhile& meanwhile) {
   u32 to[kRowsEach];  // made before there is a value to wait for
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
     to[i] = inputs_address(c, c.row_of_warp(i));
     if (kFewRows) asm volatile("" : "+r"(to[i]));
   }
-  update_residual(c, at);
+  update_residual(c, at, meanwhile);
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
     const int row = c.row_of_warp(i);
@@ -92,9 +92,9 @@ __device__ __forceinline__ void load_residual(Consumer& c, const Position& at) {
   c.block_barrier();
 }
 
-// PIECES times 256 columns of every row of bfloat16.
-template <int PIECES>
-__device__ __forceinline__ void load_rows(const Consumer& c, const bf16* rows, int width) {
+// PIECES times 256 columns of every row of bfloat16. `meanwhile`: see poll.
+template <int PIECES, typename Meanwhile>
+__device__ __forceinline__ void load_rows(const Consumer& c, const bf16* rows, int width, const Meanwhile& meanwhile) {
   constexpr int kCount = kRowsEach * PIECES;
   u32 to[kRowsEach];  // made before there is a value to wait for
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ void load_rows(const Consumer& c, const bf16* rows, i
   }
   uint4 v[kCount];
   poll(v, [&](int i) { return c.row_of_warp(i / PIECES) < ROWS; },
-       [&](int i) { return rows + c.row_of_warp(i / PIECES) * width + i % PIECES * 256 + c.lane * 8; });
+       [&](int i) { return rows + c.row_of_warp(i / PIECES) * width + i % PIECES * 256 + c.lane * 8; }, meanwhile);
   constexpr int kPiece = 256 / kChunk * kOperandBytesOfChunk;
   static_assert(PIECES <= 2, "pieces of a row");
 #pragma unroll
@@ -298,7 +298,7 @@ __device__ __forceinline__ void multiply_normalised(Consumer& c, const Position&
   c.expect(place, (slots * kPartFloats + kSquares) * 4);
   TileMultiplier<P> multiplier(c);
   multiplier.prepare(c);  // the rows come from other blocks, later
-  load_residual<P>(c, at);
+  while_asking(c, multiplier, [&](const auto& meanwhile) { load_residual<P>(c, at, meanwhile); });
   if (kFewRows && at.phase == kGateUp) c.resets_done();  // all sums of output have been read
   if (kFewRows) send_stored_squares(c, place.parts, c.parts_barrier(place));
   multiply_for_owners<P>(c, multiplier, sums);
@@ -333,7 +333,8 @@ __device__ __forceinline__ void multiply_added(Consumer& c, const Position& at, 
   multiplier.prepare(c);  // the rows come from other blocks, later
   c.begin();
   c.block_barrier();  // warps that poll early would slow down those that still store
-  load_rows<P::kSlice / 256>(c, c.rows(buffer, kInputs, c.layer_copy(at)) + c.rank * P::kSlice, kInputs);
+  const bf16* rows = c.rows(buffer, kInputs, c.layer_copy(at)) + c.rank * P::kSlice;
+  while_asking(c, multiplier, [&](const auto& meanwhile) { load_rows<P::kSlice / 256>(c, rows, kInputs, meanwhile); });
   publish_operands();
   c.block_barrier();
   multiply_for_owners<P>(c, multiplier, place);

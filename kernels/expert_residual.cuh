@@ -37,13 +37,15 @@ __device__ __forceinline__ void enter(Consumer& c, const Position& at) {
 
 // -- what products add to it ------------------------------------------------------------------------------------------
 
-// x += gate * (the sum that was made last), for this warp's rows.
-__device__ __forceinline__ void add_sums(Consumer& c, const Position& at) {
+// x += gate * (the sum that was made last), for this warp's rows. `meanwhile`: see poll.
+template <typename Meanwhile>
+__device__ __forceinline__ void add_sums(Consumer& c, const Position& at, const Meanwhile& meanwhile) {
   const int number = c.sums(at);
   const u32* from = c.sum_words(number) + c.column();
   float* kept = reinterpret_cast<float*>(c.plan.words + kResidual) + c.column();
   uint4 v[kRowsEach];
-  poll(v, [&](int i) { return c.row_of_warp(i) < ROWS; }, [&](int i) { return from + c.row_of_warp(i) * kWidth; });
+  poll(v, [&](int i) { return c.row_of_warp(i) < ROWS; }, [&](int i) { return from + c.row_of_warp(i) * kWidth; },
+       meanwhile);
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
     const int row = c.row_of_warp(i);
@@ -55,7 +57,8 @@ __device__ __forceinline__ void add_sums(Consumer& c, const Position& at) {
 }
 
 // The same with the sum of what the clusters' shares of `down` give in the layer before, of few rows.
-__device__ __forceinline__ void add_shares(Consumer& c, const Position& at) {
+template <typename Meanwhile>
+__device__ __forceinline__ void add_shares(Consumer& c, const Position& at, const Meanwhile& meanwhile) {
   constexpr int kPairs = 2;  // of words of a lane and row
   const int number = c.sums(at);
   const u32* shares = c.plan.words + kShares + (c.layer_copy(at) ^ 1) * ROWS * kShareRow +
@@ -69,7 +72,7 @@ __device__ __forceinline__ void add_shares(Consumer& c, const Position& at) {
   }
   uint4 v[kRowsEach * kPairs];
   poll_sums<kClusters>(v, [&](int i) { return c.row_of_warp(i / kPairs) < ROWS; },
-                       [&](int i) { return from[i / kPairs] + i % kPairs * kOutputsOfRank; });
+                       [&](int i) { return from[i / kPairs] + i % kPairs * kOutputsOfRank; }, meanwhile);
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
     const int row = c.row_of_warp(i);
@@ -92,17 +95,19 @@ __device__ __forceinline__ void keep_residual(const Consumer& c, const Position&
     if (c.row_of_warp(i) < ROWS) *reinterpret_cast<float4*>(to + c.row_of_warp(i) * kWidth) = c.residual[i];
 }
 
-// Brings this block's eighth of the residual up to date.
-__device__ __forceinline__ void update_residual(Consumer& c, const Position& at) {
+// Brings this block's eighth of the residual up to date. `meanwhile()` is done while it waits for what is added.
+template <typename Meanwhile = Nothing>
+__device__ __forceinline__ void update_residual(Consumer& c, const Position& at, const Meanwhile& meanwhile = {}) {
   if (!kResident) c.fetch_norm(at.step, at.phase == kGateUp ? 2 * at.layer + 1 : 2 * at.layer);
   c.begin();
   c.block_barrier();  // nobody reads the operands of the phase before
   if (at.phase == kProject && at.layer == 0) {
     enter(c, at);
+    meanwhile();
   } else if (kFewRows && at.phase != kGateUp) {
-    add_shares(c, at);
+    add_shares(c, at, meanwhile);
   } else {
-    add_sums(c, at);
+    add_sums(c, at, meanwhile);
   }
   keep_residual(c, at);
 }

@@ -23,27 +23,6 @@ __device__ __forceinline__ float lifted(float x) {
   return P::kBits == 8 ? x * kLift : x;
 }
 
-__device__ __forceinline__ u32 load_shared4(u32 shared) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint2 load_shared8(u32 shared) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint4 load_shared16(u32 shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared)
-               : "memory");
-  return v;
-}
-
 // Both values of a pair times value HALF of the pair `b`, which the instruction picks by itself when asked in this way.
 template <int HALF>
 __device__ __forceinline__ u32 multiply_by_half(u32 a, u32 b) {
@@ -137,16 +116,22 @@ struct Weights<4> {
   __device__ __forceinline__ u32 loaded() const { return tiles[0].y | tiles[1].y | scales[0] | scales[1]; }
 
  private:
-  // Five bits of exponent and three of mantissa, to which the upper bits of the exponent are added: scale * 2^119.
-  static __device__ __forceinline__ u32 scale_values(u32 codes) { return codes & 0x0ff00ff0u | 0x70007000u; }
+  // Five bits of exponent and three of mantissa, to which the upper bits of the exponent are added: scale * 2^119. One
+  // instruction, which takes one number only as such: the other one comes in a register.
+  static __device__ __forceinline__ u32 scale_values(u32 codes) {
+    u32 exponents, values;
+    asm("mov.b32 %0, 0x70007000;" : "=r"(exponents));
+    asm("lop3.b32 %0, %1, 0x0ff00ff0, %2, 0xea;" : "=r"(values) : "r"(codes), "r"(exponents));
+    return values;
+  }
 
   __device__ __forceinline__ uint2 decoded(int t, int s) const {
     constexpr u32 kMask = 0x81c081c0u;  // a value * 2^-126
     const u32 codes = s < 2 ? tiles[t].x : tiles[t].y,
               of_two_steps = s % 2 == 0 ? scales[t] : __byte_perm(scales[t], 0, 0x2301),  // s % 2, and the next but one
               scale = scale_values(of_two_steps);
-    const u32 first = (s % 2 == 0 ? codes << 3 : codes ^ codes << 4) & kMask,
-              second = (s % 2 == 0 ? codes << 6 : codes >> 7 ^ codes << 5) & kMask;
+    const u32 first = (s % 2 == 0 ? codes : __funnelshift_l(codes, codes, 12)) & kMask,
+              second = (s % 2 == 0 ? codes << 6 : codes >> 6 ^ codes << 2) & kMask;
     if (s < 2) return make_uint2(multiply_by_half<0>(first, scale), multiply_by_half<0>(second, scale));
     return make_uint2(multiply_by_half<1>(first, scale), multiply_by_half<1>(second, scale));
   }

@@ -286,25 +286,39 @@ __device__ __forceinline__ void release(const Feed& feed, int slot, int step, co
   if (count_around(empty, kConsumerWarps - 1) == kConsumerWarps - 1) feed.refill(slot, step + STAGES, work);
 }
 
-// sums = this consumer's 64 rows of the weight tile times the tile of x. `meanwhile` is called while the last products
-// run.
+// Waits for the stage at `at` and starts its products, this consumer's 64 rows of the weight tile times the tile of x.
+// Where `accumulates` is known to be false, the registers of `sums` are free up to here.
+__device__ __forceinline__ void start_step(float (&sums)[TILE_ROWS / 2], u32 shared, int consumer, const Place& at,
+                                           bool accumulates) {
+  const u32 weights = tile_start(shared + consumer * 64 * kStepBytes), x = tile_start(shared + kWeightBytes);
+  const u32 stage = at.slot * kStageBytes;
+  barrier_wait(full_barrier(shared, at.slot), at.parity);
+  products_begin();
+#pragma unroll
+  for (u32 bytes = 0; bytes < kStepBytes; bytes += 32)
+    multiply(sums, further(weights, stage + bytes), further(x, stage + bytes), accumulates || bytes > 0);
+  products_commit();
+}
+
+// sums = the products of all steps of work.tile. With three consumers the first step stands in front of the loop: the
+// compiler then knows that it begins at zero, and lets the epilogue of the tile before use the registers of its sums.
+// Two consumers have registers enough. `meanwhile` is called while the last products run.
 template <class Call>
 __device__ __forceinline__ void accumulate(float (&sums)[TILE_ROWS / 2], const Feed& feed, int consumer,
                                            const Work& work, Place& at, Call meanwhile) {
-  const u32 shared = feed.shared;
-  const u32 weights = tile_start(shared + consumer * 64 * kStepBytes), x = tile_start(shared + kWeightBytes);
+  constexpr bool kFirstApart = !kHasProducer;
   const int first = work.tile.first, last = work.tile.last;
   int before = 0;
+  if (kFirstApart) {
+    start_step(sums, feed.shared, consumer, at, false);
+    before = at.slot;
+    at.advance();
+  }
 #pragma unroll 1
-  for (int step = first; step < last; ++step) {
-    const u32 stage = at.slot * kStageBytes;
-    barrier_wait(full_barrier(shared, at.slot), at.parity);
-    products_begin();
-#pragma unroll
-    for (u32 bytes = 0; bytes < kStepBytes; bytes += 32)
-      multiply(sums, further(weights, stage + bytes), further(x, stage + bytes), step > first || bytes > 0);
-    products_commit();
-    if (step > first) {
+  for (int step = first + kFirstApart; step < last; ++step) {
+    const bool accumulates = kFirstApart || step > first;
+    start_step(sums, feed.shared, consumer, at, accumulates);
+    if (accumulates) {
       products_wait<1>();
       release(feed, before, step - 1, work);
     }
@@ -381,12 +395,12 @@ __device__ __forceinline__ void consume(const Feed& feed, float* scales, const T
 }
 
 // The arguments of the epilogue: see Operands. With OVERLAP, no kernel that may still run makes what is read before the
-// wait: weights, factor, bias, out_scale, code_scales, and with ROW_SCALE x. So the kernel in front makes x, or with ROW_SCALE `scale`
-// alone, and then lets this one begin only behind a wait of its own. K is covered by `steps` stages, each part has at
-// least one. Boxes of the maps: weights kStep x 8 x (pairs: 2) x kShareGroups, x kShareRows x kStep, both swizzled over
-// 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes; key, value as out; rope TILE_ROWS x 128 bytes,
-// as x. The grid has at most as many blocks as there are tiles times parts, if blocks share anything exactly as many,
-// with those that complete groups. With ROTARY parts is 1.
+// wait: weights, factor, bias, out_scale, code_scales, and with ROW_SCALE x. So the kernel in front makes x, or with
+// ROW_SCALE `scale` alone, and then lets this one begin only behind a wait of its own. K is covered by `steps` stages,
+// each part has at least one. Boxes of the maps: weights kStep x 8 x (pairs: 2) x kShareGroups, x kShareRows x kStep,
+// both swizzled over 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes; key, value as out; rope
+// TILE_ROWS x 128 bytes, as x. The grid has at most as many blocks as there are tiles times parts, if blocks share
+// anything exactly as many, with those that complete groups. With ROTARY parts is 1.
 extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kRegisterThreads, 1)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const __grid_constant__ TensorMap out,

@@ -210,15 +210,6 @@ __device__ __forceinline__ u32 staged(u32 out, int line, int group) {
   return out + line * kLineBytes + ((group ^ swizzle) << 4);
 }
 
-__device__ __forceinline__ uint4 load_staged(u32 shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared)
-               : "memory");
-  return v;
-}
-
 #if OUT8
 // A warp stages 8 columns, group `group`, of the rows of a chunk. Pairs of rows of two matrices make one of 8 lines:
 // line 8 * w + i holds rows 16 * w + 2 * i of the chunk and the one behind it. codes(m): of this thread's two rows of
@@ -259,7 +250,7 @@ __device__ __forceinline__ void send_codes(u32 out, const Operands& operands, in
     int further = turn * kTurnLines;
     if (further + kTurnLines > kOutLines) further = min(further, kOutLines - 8 - line / 8 * 8);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) v[turn][i] = load_staged(from[i] + further * kLineBytes);
+    for (int i = 0; i < 2; ++i) v[turn][i] = load_shared16(from[i] + further * kLineBytes);
   }
   unsigned char* to = operands.codes + static_cast<u64>(row) * columns + at;
 #pragma unroll

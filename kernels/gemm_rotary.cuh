@@ -88,7 +88,7 @@ __device__ __forceinline__ void send_head_codes(u32 out, const Outputs& outputs,
       const int line = first + thread / kPieces, row = tile.row * TILE_ROWS + line;
       if (line >= TILE_ROWS || row >= rotary.codes.rows) continue;
       const u32 from = out + half * (kOutBytes / 2);
-      const uint4 a = load_staged(staged(from, line, 2 * piece)), b = load_staged(staged(from, line, 2 * piece + 1));
+      const uint4 a = load_shared16(staged(from, line, 2 * piece)), b = load_shared16(staged(from, line, 2 * piece + 1));
       store16(to + static_cast<u64>(is_query ? row : place_of(row)) * pitch + half * (kHeadDim / 2),
               e4m3_sixteen(a, b, outputs.inverse));
     }

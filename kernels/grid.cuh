@@ -59,6 +59,29 @@ __device__ __forceinline__ void poll(uint4 (&to)[COUNT], const Has& has, const F
   } while (!all);
 }
 
+// There is something to do while words are on their way, or nothing.
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+template <int COUNT, typename Has, typename From>
+__device__ __forceinline__ void poll(uint4 (&to)[COUNT], const Has& has, const From& from, const Nothing&) {
+  poll(to, has, from);
+}
+// The first loads stand outside of the loop: what does not depend on them, a compiler would move in front of that.
+template <int COUNT, typename Has, typename From, typename Meanwhile>
+__device__ __forceinline__ void poll(uint4 (&to)[COUNT], const Has& has, const From& from, const Meanwhile& meanwhile) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    to[i] = make_uint4(0, 0, 0, 0);
+    if (has(i)) to[i] = load_relaxed16(from(i));
+  }
+  meanwhile();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) all = all && written(to[i]);
+  if (!all) poll(to, has, from);
+}
+
 // -- between clusters: sums of fixed-point numbers, which are the same in any order ----------------------------------
 
 // A word of 64 bits holds a sum in units of 2^-kFractionBits, and in its low bits how many have been added: it is
@@ -108,6 +131,24 @@ __device__ __forceinline__ void poll_sums(uint4 (&to)[PAIRS], const Has& has, co
     for (int i = 0; i < PAIRS; ++i) all = all && Fixed<COUNT>::complete(to[i].x) && Fixed<COUNT>::complete(to[i].z);
     if (++spins > kMostSpins) __trap();
   } while (!all);
+}
+template <int COUNT, int PAIRS, typename Has, typename From>
+__device__ __forceinline__ void poll_sums(uint4 (&to)[PAIRS], const Has& has, const From& from, const Nothing&) {
+  poll_sums<COUNT>(to, has, from);
+}
+template <int COUNT, int PAIRS, typename Has, typename From, typename Meanwhile>
+__device__ __forceinline__ void poll_sums(uint4 (&to)[PAIRS], const Has& has, const From& from,
+                                          const Meanwhile& meanwhile) {
+  bool all = true;
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    to[i] = make_uint4(COUNT, 0, COUNT, 0);
+    if (has(i)) to[i] = load_relaxed16(from(i));
+  }
+  meanwhile();
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) all = all && Fixed<COUNT>::complete(to[i].x) && Fixed<COUNT>::complete(to[i].z);
+  if (!all) poll_sums<COUNT>(to, has, from);
 }
 
 // -- between clusters: either ----------------------------------------------------------------------------------------

@@ -303,15 +303,6 @@ __device__ __forceinline__ void multiply_values(float (&o)[kHeadDim / 2], const 
   products_commit();
 }
 
-__device__ __forceinline__ uint4 load_words(u32 shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(shared)
-               : "memory");
-  return v;
-}
-
 #if FP8
 // The first `count` bytes of a word; all if there are more, none if it is negative.
 __device__ __forceinline__ u32 first_bytes(int count) {
@@ -330,7 +321,7 @@ __device__ __forceinline__ void clear_keys(u32 values, int live, int consumer) {
     const u32 masks[4] = {first_bytes(left), first_bytes(left - 4), first_bytes(left - 8), first_bytes(left - 12)};
     for (int row = threadIdx.x % kGroupThreads; row < kHeadDim; row += kGroupThreads) {
       const u32 at = piece + row * kValueKeys + ((chunk ^ row / 2 % 4) << 4);
-      const uint4 v = load_words(at);
+      const uint4 v = load_shared16(at);
       asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x & masks[0]), "r"(v.y & masks[1]),
                    "r"(v.z & masks[2]), "r"(v.w & masks[3])
                    : "memory");
@@ -589,7 +580,7 @@ __device__ __forceinline__ void join(float (&o)[kHeadDim / 2], const Statistics&
   }
 #pragma unroll
   for (int chunk = 0; chunk < kGivenChunks; ++chunk) {
-    const uint4 found = load_words(given_at(shared, chunk, tiles.kept));
+    const uint4 found = load_shared16(given_at(shared, chunk, tiles.kept));
     const u32 words[4] = {found.x, found.y, found.z, found.w};
     float* v = o + chunk * kGivenChunk;
 #pragma unroll
@@ -636,9 +627,9 @@ __device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 stagin
     const int row = i + lane / kLanes, chunk = lane % kLanes * kTaken;
     const int global_row = first_row + row % 8, head = 2 * warp + row / 8;
     const u64 index = static_cast<u64>(global_row) * kRowValues + head * kHeadDim + chunk * 8;
-    const uint4 first = load_words(staged(at, row, chunk));
+    const uint4 first = load_shared16(staged(at, row, chunk));
     if (OUT8) {
-      const uint4 second = load_words(staged(at, row, chunk + 1));
+      const uint4 second = load_shared16(staged(at, row, chunk + 1));
       if (global_row < rows) store16(static_cast<unsigned char*>(out) + index, e4m3_sixteen(first, second, inverse));
     } else {
       if (global_row < rows) store16(static_cast<bf16*>(out) + index, first);
@@ -674,10 +665,10 @@ __device__ __forceinline__ void prepare_barriers(u32 shared) {
 
 // query bf16[rows, 8, 256] in boxes of 64 columns, 8 rows and 8 heads; key and value bf16[rows, 256] in boxes of
 // TILE_ROWS x 64; all swizzled over 128 bytes. With FP8 codes: query in boxes of 128 columns; key [rows in multiples of
-// 16, 256], in the order of key_of, in boxes of TILE_ROWS x 128; value [rows in multiples of 64 / 64, 256, 64] in boxes of 256 x
-// 64, swizzled over 64 bytes; code_scales float32[3] of queries, keys and values, which no kernel that may still run
-// makes. valid int32[1], from 1 to `rows`. out bf16[rows, 8 * 256], or with OUT8 codes under scale float32[1]. The grid
-// has two blocks for each 16 rows. No block ends before what others send it has come: its giver waits for all that
+// 16, 256], in the order of key_of, in boxes of TILE_ROWS x 128; value [rows in multiples of 64 / 64, 256, 64] in boxes
+// of 256 x 64, swizzled over 64 bytes; code_scales float32[3] of queries, keys and values, which no kernel that may still
+// run makes. valid int32[1], from 1 to `rows`. out bf16[rows, 8 * 256], or with OUT8 codes under scale float32[1]. The
+// grid has two blocks for each 16 rows. No block ends before what others send it has come: its giver waits for all that
 // arrives at kReady, its keeper for all that is given.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     prefix_attention(const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,

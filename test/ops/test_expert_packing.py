@@ -140,7 +140,7 @@ def test_a_lane_of_the_kernel_finds_its_operands(rank: int, chunk: int, tile: in
             expected = of_eight[8 * tile + row, first + 8 * half :][:2].tolist()
             assert [value * 2.0**80 * LACKING[8] for value in two_bfloat16(pair)] == expected
         word, odd = word_at(four, lane * 8 + step // 2 * 4), step % 2
-        pairs = (word ^ word << 4, word >> 7 ^ word << 5) if odd else (word << 3, word << 6)
+        pairs = (word << 12 ^ word >> 20, word << 2 ^ word >> 6) if odd else (word, word << 6)
         scale = two_bfloat16((swapped if odd else stored) & 0x0FF00FF0 | 0x70007000)[step // 2]
         for half, pair in enumerate(pairs):
             expected = of_four[8 * tile + row, first + 8 * half :][:2].tolist()
@@ -323,7 +323,7 @@ def test_a_lane_of_the_kernel_finds_its_part_of_a_share(rank: int, block: int, g
                 expected = of_eight[output, first + 2 * half :][:2].tolist()
                 assert [value * 2.0**80 * LACKING[8] for value in two_bfloat16(pair)] == expected
             word = word_at(four[2 * group + step], lane * 8 + tile // 2 * 4)
-            pairs = (word ^ word << 4, word >> 7 ^ word << 5) if odd else (word << 3, word << 6)
+            pairs = (word << 12 ^ word >> 20, word << 2 ^ word >> 6) if odd else (word, word << 6)
             scale = two_bfloat16((swapped if odd else stored) & 0x0FF00FF0 | 0x70007000)[tile // 2]
             for half, pair in enumerate(pairs):
                 expected = of_four[output, first + 2 * half :][:2].tolist()

@@ -92,7 +92,7 @@ class Interleaving:
 
 
 E4M3 = Interleaving((4, 5, 6, 7, 8, 9, 10, 15), ((0,), (4, -4)))
-E2M1 = Interleaving((6, 7, 8, 15), ((3,), (6,), (0, 4), (-7, 5)))
+E2M1 = Interleaving((6, 7, 8, 15), ((0,), (6,), (12, -20), (2, -6)))
 
 
 @lru_cache(maxsize=8)
