@@ -15,6 +15,7 @@ from flashrt_ros.ops.cuda.prefix_attention import prefix_attention_of_codes
 from flashrt_ros.ops.cuda.rows import CODES, Quantiser
 from flashrt_ros.precision.ops import coded_prefix_attention
 from test.gpu.fused import DEVICE, distance
+from test.gpu.replays import assert_replays_give_equal_bits
 from test.gpu.test_prefix_attention import LENGTHS, framed
 
 pytestmark = [
@@ -122,18 +123,7 @@ def test_replays_give_equal_bits_with_and_without_overlap() -> None:
         for codes, count, out in zip(cases, counts, outs, strict=True):
             prefix_attention_of_codes(codes, count, out=out, overlap=overlap)
 
-    body(False)
-    first = outs.clone()
-    body(True)
-    torch.cuda.synchronize()
-    assert torch.equal(outs, first)
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body(True)
-    for _ in range(100):
-        outs.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(outs, first)
+    assert_replays_give_equal_bits(body, outs)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

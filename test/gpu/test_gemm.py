@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +11,7 @@ from flashrt_ros.ops import ShapeError
 from flashrt_ros.ops.cuda import gemm
 from flashrt_ros.ops.cuda.gemm import Behind
 from test.gpu.fused import DEVICE, distance
+from test.gpu.replays import assert_replays_give_equal_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,17 +107,7 @@ def test_replays_give_equal_bits_with_and_without_overlap(variant: dict[str, int
             gemm.inverse_rms_rows(x, eps=1e-6, out=scale, overlap=overlap)
             gemm.gate_up_geglu(x, weight, out=out, behind=Behind(scale=scale), overlap=overlap, variant=variant)
 
-    body(False)
-    first = outs.clone()
-    body(True)
-    torch.cuda.synchronize()
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body(True)
-    for _ in range(200):
-        outs.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(outs, first)
+    assert_replays_give_equal_bits(body, outs, replays=200)
 
 
 def test_sizes_that_make_no_whole_groups_of_weights_are_refused() -> None:

@@ -15,6 +15,7 @@ from flashrt_ros.ops.cuda import rows as kernels
 from flashrt_ros.ops.cuda.prefix_attention import prefix_attention
 from flashrt_ros.ops.cuda.rows import CODES, Quantiser
 from test.gpu.fused import DEVICE, distance
+from test.gpu.replays import assert_replays_give_equal_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,18 +138,7 @@ def test_replays_give_equal_bits_with_and_without_overlap() -> None:
             shared.valid.copy_(case.valid)
             shared.run(out, overlap=overlap)
 
-    body(False)
-    first = outs.clone()
-    body(True)
-    torch.cuda.synchronize()
-    assert torch.equal(outs, first)
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body(True)
-    for _ in range(100):
-        outs.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(outs, first)
+    assert_replays_give_equal_bits(body, outs)
 
 
 def test_launches_that_follow_each_other_overlap_without_mixing() -> None:
