@@ -36,8 +36,9 @@ LAYERS, REPEATS = {"image": 27, "prefix": 17}, 12
 SIZES = {"image": (2, 3), "prefix": (712, 968)}  # images; rows
 LIBRARY, OWN, LIBRARY_CODES, OWN_CODES = "PyTorch", "own", "PyTorch, then codes", "own, codes inside"
 CODED = "own, of codes"
+SOURCES = {"image": ("image_attention", "image_attention_wgmma"), "prefix": ("prefix_attention",)}
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
-    "image": ({"CLUSTER": 1}, {"CLUSTER": 4}),
+    "image": ({"CLUSTER": 1}, {"VALUE_LINE": 128}, {"VALUE_PIECES": 2}, {"WARPGROUPS": 1}, {"WARPGROUPS": 0}),
     "prefix": (),
 }
 
@@ -211,7 +212,7 @@ def main() -> None:
     device = gpu("attention", unsuited)
     result = {
         "attention": {kind: {str(size): measured(kind, size, device) for size in SIZES[kind]} for kind in kinds},
-        "sources": digests(*(f"{kind}_attention" for kind in kinds)),
+        "sources": digests(*(name for kind in kinds for name in SOURCES[kind])),
     }
     if not args.only:
         write_result(result_name("attention", torch.cuda.get_device_name(device)), result, PROTOCOL)

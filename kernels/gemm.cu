@@ -12,7 +12,7 @@
 // over. There the warp that is the last one to have read a stage asks for what comes into its slot next, so that no
 // warp waits for a slot to become free, and a consumer may be ahead of another one by all stages of the ring.
 //
-// TILE_ROWS, STAGES, CONSUMERS (two or three warpgroups). FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU,
+// TILE_ROWS, STAGES, CONSUMERS (two or three warpgroups), PARTS that K is cut into. FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU,
 // OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY, HEAD_CODES: see gemm_rotary.cuh. SHARE_X, SHARE_WEIGHTS: see
 // gemm_sharing.cuh.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -35,6 +35,9 @@
 #endif
 #ifndef CONSUMERS
 #define CONSUMERS 2
+#endif
+#ifndef PARTS
+#define PARTS 1
 #endif
 
 constexpr int kGroupThreads = 128, kConsumers = CONSUMERS;
@@ -59,6 +62,7 @@ static_assert(kConsumers == 2 || kConsumers == 3 && TILE_ROWS <= 240, "registers
 static_assert(TILE_ROWS % 8 == 0 && TILE_ROWS <= 256, "rows of a tile");
 static_assert(kStageBytes % 1024 == 0, "swizzle atoms");
 static_assert(STAGES >= 2, "one stage is fetched while another is read");
+static_assert(PARTS == 1 || !ROTARY, "heads are rotated when they are complete");
 
 struct Tile {
   int row, column, part;  // row and column counted in tiles; part of K
@@ -79,34 +83,41 @@ constexpr int kOutAt = STAGES * kStageBytes;
 constexpr int kScalesAt = kOutAt + kConsumers * kOutBytes;
 constexpr int kBarriersAt = kScalesAt + (ROW_SCALE ? kConsumers * TILE_ROWS * 4 : 0);
 
-// The tiles of this block, one after the other. They are dealt in groups, one tile to each block of a cluster.
+// The tiles of this block, one after the other. They are dealt in groups, one tile to each block of a cluster. A block
+// has to find its first tile before it can ask for anything, and where it begins late nothing hides that: so nothing is
+// divided by what the compiler does not know.
 struct Schedule {
-  int row_tiles, column_tiles, row_groups, steps, parts, total, next;
+  u32 row_tiles, column_tiles, row_groups, row_inverse, steps, total, next;
 
-  __device__ Schedule(int row_tiles, int column_tiles, int steps, int parts)
+  __device__ Schedule(u32 row_tiles, u32 column_tiles, u32 row_inverse, u32 steps)
       : row_tiles(row_tiles),
         column_tiles(column_tiles),
         row_groups((row_tiles + SHARE_WEIGHTS - 1) / SHARE_WEIGHTS),
+        row_inverse(row_inverse),
         steps(steps),
-        parts(parts),
-        total(row_groups * ((column_tiles + SHARE_X - 1) / SHARE_X) * parts * kBlocks),
+        total(row_groups * ((column_tiles + SHARE_X - 1) / SHARE_X) * PARTS * kBlocks),
         next(blockIdx.x) {}
+
+  // number / row_groups: see `inverse_of_divisor` in flashrt_ros/ops/cuda/gemm_tiling.py.
+  __device__ __forceinline__ u32 by_row_groups(u32 number) const {
+    return row_groups == 1 ? number : __umulhi(number, row_inverse);
+  }
 
   __device__ bool take(Tile& tile) {
     if (next >= total) return false;
-    const int group = next / kBlocks, weights = group / row_groups;
-    tile.row = group % row_groups * SHARE_WEIGHTS + row_in_cluster();
-    tile.column = weights / parts * SHARE_X + column_in_cluster();
-    tile.part = weights % parts;
-    tile.first = tile.part * steps / parts;
-    tile.last = (tile.part + 1) * steps / parts;
+    const u32 group = next / kBlocks, weights = by_row_groups(group), part = weights % PARTS;
+    tile.row = (group - weights * row_groups) * SHARE_WEIGHTS + row_in_cluster();
+    tile.column = weights / PARTS * SHARE_X + column_in_cluster();
+    tile.part = part;
+    tile.first = part * steps / PARTS;
+    tile.last = (part + 1) * steps / PARTS;
     next += gridDim.x;
     return true;
   }
 
   // Not a tile that only completes a group.
   __device__ __forceinline__ bool stores(const Tile& tile) const {
-    return !kShares || tile.row < row_tiles && tile.column < column_tiles;
+    return !kShares || static_cast<u32>(tile.row) < row_tiles && static_cast<u32>(tile.column) < column_tiles;
   }
 };
 
@@ -390,17 +401,17 @@ __device__ __forceinline__ void consume(const Feed& feed, float* scales, const T
 #endif
     work = behind;
   }
-  if (!OUT8 && is_storer(thread)) stores_done();
+  if (!OUT8 && is_storer(thread)) stores_read();
   cluster_wait();
 }
 
 // The arguments of the epilogue: see Operands. With OVERLAP, no kernel that may still run makes what is read before the
 // wait: weights, factor, bias, out_scale, code_scales, and with ROW_SCALE x. So the kernel in front makes x, or with
 // ROW_SCALE `scale` alone, and then lets this one begin only behind a wait of its own. K is covered by `steps` stages,
-// each part has at least one. Boxes of the maps: weights kStep x 8 x (pairs: 2) x kShareGroups, x kShareRows x kStep,
-// both swizzled over 128 bytes; out kBoxMatrices * 8 x kOutColumns, over all of their bytes; key, value as out; rope
-// TILE_ROWS x 128 bytes, as x. The grid has at most as many blocks as there are tiles times parts, if blocks share
-// anything exactly as many, with those that complete groups. With ROTARY parts is 1.
+// each part has at least one. `row_inverse` belongs to the groups of row tiles. Boxes of the maps: weights kStep x 8 x
+// (pairs: 2) x kShareGroups, x kShareRows x kStep, both swizzled over 128 bytes; out kBoxMatrices * 8 x kOutColumns,
+// over all of their bytes; key, value as out; rope TILE_ROWS x 128 bytes, as x. The grid has at most as many blocks as
+// there are tiles times parts, if blocks share anything exactly as many, with those that complete groups.
 extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kRegisterThreads, 1)
     gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const __grid_constant__ TensorMap out,
@@ -412,10 +423,10 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kRegisterThreads, 1)
          unsigned char* query_codes, unsigned char* key_codes, unsigned char* value_codes, const float* code_scales,
 #endif
          const float* scale, const float* factor, const bf16* bias, const float* out_scale, unsigned char* codes,
-         int rows, int outputs, int column_tiles, int steps, int parts, int part_rows) {
+         int rows, int outputs, int column_tiles, u32 row_inverse, int steps, int part_rows) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const u32 shared = shared_address(memory);
-  const Schedule schedule((rows + TILE_ROWS - 1) / TILE_ROWS, column_tiles, steps, parts);
+  const Schedule schedule((static_cast<u32>(rows) + TILE_ROWS - 1) / TILE_ROWS, column_tiles, row_inverse, steps);
 #if HEAD_CODES
   const Rotary rotary{key, value, rope, column_tiles, {query_codes, key_codes, value_codes, code_scales, rows}};
 #elif ROTARY
@@ -429,6 +440,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kRegisterThreads, 1)
     prefetch_map(weights);
     prefetch_map(x);
     prefetch_map(out);
+    if (OUT8) prefetch_line(out_scale);  // it was used a decision ago, and would come from memory behind the wait
     for (int slot = 0; slot < STAGES; ++slot) {
       barrier_init(full_barrier(shared, slot), 1);
       if (kHasProducer) barrier_init(empty_barrier(shared, slot), kSharers * kConsumerWarps);

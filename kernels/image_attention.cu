@@ -306,7 +306,8 @@ __device__ __forceinline__ void store_results(const Part& part, const float2* ex
 }
 
 // out = the parts' results, added: four columns a thread and turn.
-__device__ __forceinline__ void join_parts(const float4* results, const Work& work, void* out, float to_codes) {
+__device__ __forceinline__ void join_parts(const float4* results, const Work& work, void* out, float scale_of_codes) {
+  const float to_codes = QUANTISED ? inverse_of(&scale_of_codes) : 1.0f;
   constexpr int kFours = HEAD_DIM / 4, kCount = kRows * kFours;
 #pragma unroll
   for (int first = 0; first < kCount; first += kThreads) {
@@ -340,7 +341,8 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, kResident)
   const u32 shared = shared_address(memory);
   const Work work;
   const int warp = threadIdx.x / kWarpSize, split = warp / kRowGroups, row = warp % kRowGroups * kWarpRows;
-  const float to_codes = QUANTISED ? inverse_of(output_scale) : 1.0f;
+  // It was used a decision ago and comes from memory: nothing in front of `fetch` may need it.
+  const float scale_of_codes = QUANTISED ? *output_scale : 1.0f;
   if (threadIdx.x == 0) prepare(qkv, shared);
   __syncwarp();
   if (CLUSTER > 1)
@@ -358,6 +360,6 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, kResident)
   __syncthreads();  // nobody reads queries, keys and values any more
   store_results(part, extremes, reinterpret_cast<float*>(memory), row, split);
   __syncthreads();
-  join_parts(reinterpret_cast<const float4*>(memory), work, out, to_codes);
+  join_parts(reinterpret_cast<const float4*>(memory), work, out, scale_of_codes);
   cluster_wait();
 }

@@ -1,21 +1,28 @@
 // Normalisations over rows of bfloat16, fused with what stands beside them. A block has one row: with less for each
 // thread its rows are done sooner, and rows come out more evenly over the multiprocessors.
 // COLS: row width, a multiple of 128 * ROW_WARPS. ROW_WARPS: of a block. QUANTISED: layer_norm and residual_rms_norm
-// write E4M3 codes of the bfloat16 that they would have written: `out` uint8[rows, COLS], under input_scale float32[1],
-// behind multiplier float32[COLS] (null for none). Otherwise `out` is bf16[rows, COLS], and both are not read. PARTS: of
-// the branch that both add; 0: none, and `branch` is not read.
+// write E4M3 codes of the bfloat16 that they would have written: `out` uint8[rows, COLS], under input_scale float32[1];
+// MULTIPLIED: of these times multiplier float32[COLS]. Otherwise `out` is bf16[rows, COLS]. PARTS: of the branch that both
+// add; 0: none. What is not used is not read.
 #include "quantise.cuh"
 
 #ifndef QUANTISED
 #define QUANTISED 0
 #endif
+#ifndef MULTIPLIED
+#define MULTIPLIED 0
+#endif
 #ifndef PARTS
 #define PARTS 0
 #endif
+static_assert(QUANTISED || !MULTIPLIED, "only codes have a multiplier in front");
 
 constexpr int kThreads = ROW_WARPS * kWarpSize;
 constexpr int kGroups = COLS / (4 * kThreads);  // eight-byte groups of a thread
 static_assert(COLS % (4 * kThreads) == 0, "a thread reads groups of four values");
+// Blocks of a multiprocessor: 712 rows are done in one go on 132 of them, and with few registers more begin beside the
+// product in front. With several parts a thread has registers for all that it asks for at once.
+constexpr int kResident = PARTS > 1 ? 6 : 8;
 
 // Where group g of this thread stands in a row.
 __device__ __forceinline__ int column_of(int g) { return (g * kThreads + threadIdx.x) * 4; }
@@ -72,57 +79,59 @@ __device__ __forceinline__ void load_and_add(bf16* row, const bf16* branch, u64 
   }
 }
 
-// What values are multiplied by in front of their scale, for this thread's groups.
-template <bool MULTIPLIED>
+// What values are multiplied by in front of their codes, for this thread's groups.
 struct Multipliers {
   float4 of[kGroups];
 
   __device__ __forceinline__ explicit Multipliers(const float* row) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) of[g] = *reinterpret_cast<const float4*>(row + column_of(g));
+    for (int g = 0; MULTIPLIED && g < kGroups; ++g) of[g] = __ldg(reinterpret_cast<const float4*>(row + column_of(g)));
   }
 };
-template <>
-struct Multipliers<false> {
-  __device__ __forceinline__ explicit Multipliers(const float*) {}
-};
 
-// Where a normalised row goes; `inverse` is that of the scale.
+// Where a normalised row goes. It is made in front of the wait, and only asks: scale and multipliers were used a
+// decision ago and come from memory. Nothing in front of the row's loads needs the scale; and as there are registers for
+// the multipliers only behind them, one block has all of them brought into the cache.
 struct Target {
   void* out;
-  const float* multiplier;
-  float inverse;
+  float scale;
 
-  __device__ Target(void* out, const float* input_scale, const float* multiplier)
-      : out(out), multiplier(multiplier), inverse(QUANTISED ? inverse_of(input_scale) : 1.0f) {}
-
-  // Four values of group g of the row that starts at `start`.
-  template <bool MULTIPLIED>
-  __device__ __forceinline__ void store(u64 start, int g, const float (&v)[4],
-                                        const Multipliers<MULTIPLIED>& multipliers) const {
-    if (!QUANTISED) return store4(static_cast<bf16*>(out) + start + column_of(g), v);
-    float value[4];
-    unpack4(pack4(v), value);
-    if constexpr (MULTIPLIED) {
-      const float4& four = multipliers.of[g];
-      value[0] *= four.x, value[1] *= four.y, value[2] *= four.z, value[3] *= four.w;
-    }
+  __device__ __forceinline__ Target(void* out, const float* input_scale, const float* multiplier)
+      : out(out), scale(QUANTISED ? *input_scale : 1.0f) {
+    if (!MULTIPLIED || blockIdx.x > 0) return;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value[i] *= inverse;
-    *reinterpret_cast<u32*>(static_cast<unsigned char*>(out) + start + column_of(g)) = e4m3_four(value);
+    for (int g = 0; g < kGroups; ++g) prefetch_line(multiplier + column_of(g));
   }
 
-  // Calls with the multipliers, or with none: they are read while the sums over the row are made.
-  template <class Call>
-  __device__ __forceinline__ void with_multipliers(Call call) const {
-    if (QUANTISED && multiplier != nullptr) return call(Multipliers<QUANTISED != 0>(multiplier));
-    call(Multipliers<false>(nullptr));
+  // The row that starts at `start`; value(g, i): the i-th of group g, normalised.
+  template <class Value>
+  __device__ __forceinline__ void store(u64 start, const Multipliers& multipliers, Value value) const {
+    const float inverse = QUANTISED ? inverse_of(&scale) : 1.0f;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      float four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = value(g, i);
+      const uint2 pairs = pack4(four);
+      if (!QUANTISED) {
+        *reinterpret_cast<uint2*>(static_cast<bf16*>(out) + start + column_of(g)) = pairs;
+        continue;
+      }
+      unpack4(pairs, four);
+      if (MULTIPLIED) {
+        const float4& by = multipliers.of[g];
+        four[0] *= by.x, four[1] *= by.y, four[2] *= by.z, four[3] *= by.w;
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] *= inverse;
+      *reinterpret_cast<u32*>(static_cast<unsigned char*>(out) + start + column_of(g)) = e4m3_four(four);
+    }
   }
 };
 
 // x += branch (skipped without PARTS), then out = LayerNorm(x) * weight + bias. x bf16[rows, COLS]; weight, bias
 // bf16[COLS]; branch bf16[PARTS * part_rows, COLS].
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     layer_norm(bf16* x, const bf16* branch, const bf16* weight, const bf16* bias, void* out, const float* input_scale,
                const float* multiplier, int part_rows, float eps) {
   overlap_trigger();
@@ -134,30 +143,24 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Target target(out, input_scale, multiplier);
   overlap_wait();
   load_and_add(x + start, branch + start, static_cast<u64>(part_rows) * COLS, v);
-  target.with_multipliers([&](const auto& multipliers) {
-    float sum = 0.0f;
+  const Multipliers multipliers(multiplier);
+  float sum = 0.0f;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) sum += (v[g][0] + v[g][1]) + (v[g][2] + v[g][3]);
-    const float mean = block_sum<kThreads>(sum, scratch[0]) / COLS;
-    float squares = 0.0f;
+  for (int g = 0; g < kGroups; ++g) sum += (v[g][0] + v[g][1]) + (v[g][2] + v[g][3]);
+  const float mean = block_sum<kThreads>(sum, scratch[0]) / COLS;
+  float squares = 0.0f;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g)
+  for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) squares += (v[g][i] - mean) * (v[g][i] - mean);
-    const float inverse = rsqrtf(block_sum<kThreads>(squares, scratch[1]) / COLS + eps);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      float y[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = (v[g][i] - mean) * inverse * scale[g][i] + shift[g][i];
-      target.store(start, g, y, multipliers);
-    }
-  });
+    for (int i = 0; i < 4; ++i) squares += (v[g][i] - mean) * (v[g][i] - mean);
+  const float inverse = rsqrtf(block_sum<kThreads>(squares, scratch[1]) / COLS + eps);
+  target.store(start, multipliers,
+               [&](int g, int i) { return (v[g][i] - mean) * inverse * scale[g][i] + shift[g][i]; });
 }
 
 // residual += branch (skipped without PARTS), then out = residual / rms(residual). residual bf16[rows, COLS]; branch
 // bf16[PARTS * part_rows, COLS].
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     residual_rms_norm(bf16* residual, const bf16* branch, void* out, const float* input_scale, const float* multiplier,
                       int part_rows, float eps) {
   overlap_trigger();
@@ -167,26 +170,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   overlap_wait();
   float v[kGroups][4];
   load_and_add(residual + start, branch + start, static_cast<u64>(part_rows) * COLS, v);
-  target.with_multipliers([&](const auto& multipliers) {
-    float squares = 0.0f;
+  const Multipliers multipliers(multiplier);
+  float squares = 0.0f;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g)
+  for (int g = 0; g < kGroups; ++g)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) squares += v[g][i] * v[g][i];
-    const float inverse = rsqrtf(block_sum<kThreads>(squares, scratch) / COLS + eps);
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      float y[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = v[g][i] * inverse;
-      target.store(start, g, y, multipliers);
-    }
-  });
+    for (int i = 0; i < 4; ++i) squares += v[g][i] * v[g][i];
+  const float inverse = rsqrtf(block_sum<kThreads>(squares, scratch) / COLS + eps);
+  target.store(start, multipliers, [&](int g, int i) { return v[g][i] * inverse; });
 }
 
 // residual += gate * branch (skipped when branch is null), then out = residual / rms * (1 + scale) + shift.
 // residual, branch, out bf16[rows, COLS]; gate float[COLS]; modulation float[3, COLS] = scale, shift, (unused) gate.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     gated_residual_ada_rms_norm(bf16* residual, const bf16* branch, const float* gate, const float* modulation,
                                 bf16* out, float eps) {
   overlap_trigger();

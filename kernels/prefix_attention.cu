@@ -363,7 +363,7 @@ struct Scale {
   float score, value;  // of the exponent; of the result
 
   // code_scales: of queries, of keys, of values.
-  __device__ __forceinline__ static Scale of(const float* code_scales) {
+  __device__ __forceinline__ static Scale of(const float (&code_scales)[3]) {
     if (!FP8) return {kScoreScale, 1.0f};
     return {code_scales[0] * code_scales[1] * kScoreScale, code_scales[2]};
   }
@@ -609,7 +609,7 @@ __device__ __forceinline__ u32 staged(u32 at, int row, int chunk) {
 // Rounds, turns the result in shared memory so that a lane holds whole groups of columns, and stores it: as bf16, or as
 // codes under `scale`. A warp's rows are two heads of the eight rows from `first_row` on.
 __device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 staging, int first_row, void* out,
-                                      const float* scale, int rows) {
+                                      float scale, int rows) {
   constexpr int kChunks = kHeadDim / 8, kTaken = OUT8 ? 2 : 1;
   constexpr int kLanes = kChunks / kTaken, kAtOnce = kWarpSize / kLanes;  // lanes to a row; rows
   const int warp = threadIdx.x % kGroupThreads / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -621,7 +621,7 @@ __device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 stagin
                    pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
   }
   __syncwarp();
-  const float inverse = OUT8 ? inverse_of(scale) : 1.0f;
+  const float inverse = OUT8 ? inverse_of(&scale) : 1.0f;
 #pragma unroll
   for (int i = 0; i < 16; i += kAtOnce) {
     const int row = i + lane / kLanes, chunk = lane % kLanes * kTaken;
@@ -647,9 +647,10 @@ __device__ __forceinline__ void consume(u32 shared, const Tiles& tiles, const Sc
   if (consumer == kGiver) {
     give(o, row, shared, tiles);
   } else {
+    const float scale_of_codes = OUT8 ? *out_scale : 1.0f;
     join(o, row, shared, tiles, scale);
     consumer_barrier(consumer);  // all of its warps have read queries and what was given for the last time
-    store(o, shared + kResultAt, (blockIdx.x / 2 * 2 + tiles.rank) * kBlockRows, out, out_scale, rows);
+    store(o, shared + kResultAt, (blockIdx.x / 2 * 2 + tiles.rank) * kBlockRows, out, scale_of_codes, rows);
   }
 }
 
@@ -687,16 +688,20 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     prefetch_map(value);
     prepare_barriers(shared);
   }
-#if !FP8
-  const float* code_scales = nullptr;
+  // Scales were used a decision ago and come from memory: they are asked for here, and used behind the first copies.
+  float of_codes[3] = {};
+#if FP8
+#pragma unroll
+  for (int i = 0; i < 3; ++i) of_codes[i] = code_scales[i];
 #endif
-  const Scale factors = Scale::of(code_scales);
+  if (OUT8 && threadIdx.x == 0) prefetch_line(scale);
   overlap_trigger();
   overlap_wait();
   const Feed feed{shared, query, key, value, usual_policy()};
   if (threadIdx.x == 0) begin(feed, rank);
   __syncthreads();
   cluster_arrive();
+  const Scale factors = Scale::of(of_codes);
   const int group = __shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0);  // known to be one for a warp
   switch (group) {  // not `if`: the assembler heeds setmaxnreg only where the producer's code stands in front
     case 0:

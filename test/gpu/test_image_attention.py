@@ -20,8 +20,13 @@ SHAPES = [  # images, heads, tokens, head_dim
     (5, 3, 128, 72),
 ]  # fmt: skip
 Variant = dict[str, int]
-VARIANTS: list[Variant] = [{"CLUSTER": 1}, {"CLUSTER": 4}]
+MMA: Variant = {"WARPGROUPS": 0}  # what other GPUs get
+VARIANTS: list[Variant] = [
+    {"CLUSTER": 1}, {"CLUSTER": 4}, MMA, {**MMA, "CLUSTER": 1}, {**MMA, "CLUSTER": 4}, {"WARPGROUPS": 1},
+    {"KEY_LINE": 64}, {"VALUE_LINE": 128}, {"VALUE_PIECES": 2},
+]  # fmt: skip
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
+KERNEL = pytest.mark.parametrize("variant", [None, MMA], ids=["usual", "mma"])
 _BEHIND = 70  # rows
 
 
@@ -60,11 +65,14 @@ def run(
     return out
 
 
+@KERNEL
 @OVERLAP
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_what_the_reference_defines(shape: tuple[int, int, int, int], overlap: bool) -> None:
+def test_it_is_what_the_reference_defines(
+    shape: tuple[int, int, int, int], overlap: bool, variant: Variant | None
+) -> None:
     qkv = drawn(shape)
-    got, wanted = run(qkv, shape, overlap=overlap).double(), expected(qkv, shape)
+    got, wanted = run(qkv, shape, overlap=overlap, variant=variant).double(), expected(qkv, shape)
     assert distance(got, wanted) < BOUND
     assert float((got - wanted).abs().max()) < 0.02 * float(wanted.abs().max())  # no row, no column by itself
 
@@ -143,15 +151,18 @@ def chain(start: Tensor, shape: tuple[int, int, int, int], *, overlap: bool, lin
     return buffers[links % 2]
 
 
+@KERNEL
 @OVERLAP
 @pytest.mark.parametrize("shape", [(2, *SIGLIP), (3, *SIGLIP), (2, *SMALL), (2, 1, 192, 88)])
-def test_codes_are_those_of_its_own_bfloat16(shape: tuple[int, int, int, int], overlap: bool) -> None:
+def test_codes_are_those_of_its_own_bfloat16(
+    shape: tuple[int, int, int, int], overlap: bool, variant: Variant | None
+) -> None:
     qkv, how = drawn(shape), Quantiser(torch.full((1,), 0.0013, device=DEVICE))
-    plain = run(qkv, shape).contiguous()
+    plain = run(qkv, shape, variant=variant).contiguous()
     wanted = torch.empty(plain.shape, device=DEVICE, dtype=CODES)
     quantise(plain, how, out=wanted)
     out, front, behind = poisoned(shape, CODES)
-    image_attention(qkv, images=shape[0], heads=shape[1], out=out, quantiser=how, overlap=overlap)
+    image_attention(qkv, images=shape[0], heads=shape[1], out=out, quantiser=how, overlap=overlap, variant=variant)
     assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
     assert front.float().isnan().all()
     assert behind.float().isnan().all()

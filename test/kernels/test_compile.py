@@ -16,10 +16,9 @@ from flashrt_ros.ops.cuda.cubin import registers_of
 from flashrt_ros.ops.cuda.errors import KernelError
 from flashrt_ros.ops.cuda.expert import kernel_sizes, registers_to_hand_over
 from flashrt_ros.ops.cuda.gemm import product_source
-from flashrt_ros.ops.cuda.image_attention import image_attention_source
+from flashrt_ros.ops.cuda.image_attention import image_attention_source, wgmma_source
 from flashrt_ros.ops.cuda.prefix_attention import prefix_attention_source
 from flashrt_ros.ops.cuda.registers import demand_registers
-from flashrt_ros.ops.cuda.rows import row_warps
 
 
 def expert_source(
@@ -36,7 +35,7 @@ SOURCES = (
     KernelSource("norms", {"COLS": 1152, "ROW_WARPS": 3}),
     KernelSource("norms", {"COLS": 1024, "ROW_WARPS": 4, "OVERLAP": 1}),
     KernelSource("norms", {"COLS": 1152, "ROW_WARPS": 3, "QUANTISED": 1, "PARTS": 3, "OVERLAP": 1}),
-    KernelSource("norms", {"COLS": 2048, "ROW_WARPS": 8, "QUANTISED": 1, "PARTS": 5, "OVERLAP": 1}),
+    KernelSource("norms", {"COLS": 2048, "ROW_WARPS": 8, "QUANTISED": 1, "MULTIPLIED": 1, "PARTS": 5, "OVERLAP": 1}),
     KernelSource("norms", {"COLS": 2048, "ROW_WARPS": 8, "PARTS": 8}),
     KernelSource("quantise", {"OVERLAP": 1}),
     KernelSource("pixels", {"GRID": 16, "PATCH": 14, "LEADING": 592}),
@@ -79,7 +78,7 @@ HOPPER = (
     product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1, "OUT8": 1, "STAGES": 3, "CONSUMERS": 3, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 240, "GEGLU": 1, "FP8": 1, "OUT8": 1, "CONSUMERS": 3, "CHUNKS": 3}),
     product_source({"TILE_ROWS": 240, "GEGLU": 1, "ROW_SCALE": 1, "STAGES": 3, "CONSUMERS": 3, "OVERLAP": 1}),
-    product_source({"TILE_ROWS": 240, "FP8": 1, "STAGES": 3, "CONSUMERS": 3, "OVERLAP": 1}),
+    product_source({"TILE_ROWS": 240, "FP8": 1, "STAGES": 3, "CONSUMERS": 3, "PARTS": 4, "OVERLAP": 1}),
     product_source({"TILE_ROWS": 240, "FP8": 1, "CONSUMERS": 3, "CHUNKS": 10}),
     product_source({"TILE_ROWS": 184, "CONSUMERS": 3}),
     product_source({"TILE_ROWS": 240, "GELU": 1, "FP8": 1, "OUT8": 1, "STAGES": 3, "CONSUMERS": 3}),
@@ -108,6 +107,16 @@ HOPPER_ATTENTION = (
     prefix_attention_source({"OUT8": 1, "OVERLAP": 1}),
     prefix_attention_source({"FP8": 1}),
     prefix_attention_source({"FP8": 1, "OUT8": 1, "OVERLAP": 1}),
+)
+HOPPER_IMAGES = (
+    wgmma_source(256, 16, 72, {}),
+    wgmma_source(256, 16, 72, {"QUANTISED": 1, "OVERLAP": 1}),
+    wgmma_source(256, 16, 72, {"CLUSTER": 4, "OVERLAP": 1}),
+    wgmma_source(256, 16, 72, {"KEY_LINE": 64}),
+    wgmma_source(256, 16, 72, {"VALUE_LINE": 128}),
+    wgmma_source(256, 16, 72, {"WARPGROUPS": 1}),
+    *(wgmma_source(tokens, 3, dim, {"QUANTISED": 1}) for tokens in range(64, 257, 64) for dim in (24, 40, 56, 72)),
+    *(wgmma_source(tokens, 1, dim, {}) for tokens in range(64, 257, 64) for dim in (88, 104, 120)),
 )
 
 FP4 = (
@@ -147,20 +156,29 @@ def assembler_report(source: KernelSource) -> str:
     return str(log.decode(errors="replace"))
 
 
+@pytest.mark.parametrize("source", HOPPER_IMAGES, ids=str)
+def test_image_attention_compiles_for_hopper_and_has_registers_enough(source: KernelSource) -> None:
+    """Also for the second block of a multiprocessor, where there is memory for one."""
+    report = assembler_report(source)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "serialized" not in report
+    registers, threads = registers_of(compiled(source, "sm_90a")), 128 * source.defines["WARPGROUPS"]
+    assert registers is not None
+    assert threads * registers * (2 if source.defines["HEAD_DIM"] <= 72 else 1) <= 65536
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
+def test_image_attention_of_warpgroups_says_that_it_is_for_hopper(architecture: str) -> None:
+    with pytest.raises(KernelError, match="image_attention_wgmma.cu is written for sm_90a"):
+        compile_source(HOPPER_IMAGES[0], architecture)
+
+
 @pytest.mark.parametrize("source", HOPPER_ATTENTION, ids=str)
 def test_prefix_attention_has_registers_enough(source: KernelSource) -> None:
     """Otherwise the assembler lets each product wait for the one before it, silently."""
     report = assembler_report(source)
     assert "0 bytes spill stores, 0 bytes spill loads" in report
     assert "serialized" not in report
-
-
-@pytest.mark.parametrize(("function", "width", "parts"), [("layer_norm", 1152, 3), ("residual_rms_norm", 2048, 5)])
-def test_norms_have_registers_for_all_parts_at_once(function: str, width: int, parts: int) -> None:
-    sizes = {"COLS": width, "ROW_WARPS": row_warps(width), "QUANTISED": 1, "PARTS": parts}
-    report = assembler_report(KernelSource("norms", sizes))
-    (found,) = (part for part in report.split("Compiling entry function ") if part.startswith(f"'{function}'"))
-    assert "0 bytes spill stores, 0 bytes spill loads" in found
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -285,7 +303,7 @@ def test_a_tile_that_the_instruction_does_not_have_is_refused(tile: int) -> None
 
 
 def test_every_source_file_is_in_the_list() -> None:
-    listed = {source.name for source in (*SOURCES, *HOPPER, *HOPPER_ATTENTION, *FP4)}
+    listed = {source.name for source in (*SOURCES, *HOPPER, *HOPPER_ATTENTION, *HOPPER_IMAGES, *FP4)}
     assert {path.stem for path in kernel_folder().glob("*.cu")} == listed
 
 

@@ -12,6 +12,7 @@ from flashrt_ros.ops.cuda.gemm_tiling import (
     Tiling,
     clusters_at_once,
     columns,
+    inverse_of_divisor,
     shared_bytes,
     stages,
     tiling,
@@ -199,3 +200,18 @@ def test_blocks_share_where_that_fits_and_pays(
     assert found == expected
     row_tiles, column_tiles = -(-rows // cut.rows), -(-outputs // columns(cut.consumers))
     assert found.blocks(row_tiles, column_tiles, parts, 132) <= 132
+
+
+@pytest.mark.parametrize(("divisor", "most"), [(1, 171), (2, 27), (3, 171), (7, 9), (11, 44), (45, 64), (641, 9000)])
+def test_a_multiplication_divides_exactly(divisor: int, most: int) -> None:
+    inverse = inverse_of_divisor(divisor, most)
+    assert 0 <= inverse < 1 << 32
+    for number in range(divisor * most):
+        found = number if inverse == 0 else number * inverse >> 32
+        assert found == number // divisor, number
+
+
+@pytest.mark.parametrize(("divisor", "most"), [(65536, 1), (1 << 15, 4), (2, 1 << 30)])
+def test_more_tiles_than_are_counted_exactly_are_refused(divisor: int, most: int) -> None:
+    with pytest.raises(KernelError, match=f"{divisor} x {most} tiles are more than the kernel counts"):
+        inverse_of_divisor(divisor, most)

@@ -15,8 +15,10 @@ from flashrt_ros.ops.cuda.image_attention import (
     box_rows,
     image_attention,
     image_attention_source,
+    key_blocks,
     shared_bytes,
     spreading_bytes,
+    wgmma_source,
 )
 from flashrt_ros.ops.cuda.rows import CODES, Quantiser
 
@@ -125,11 +127,43 @@ def test_every_size_fits_a_block(tokens: int, head_dim: int, chosen: dict[str, i
     assert rows * head_dim * 2 % 128 == 0  # where the engine may write
 
 
+@pytest.mark.parametrize("tokens", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", range(24, 121, 16))
+@pytest.mark.parametrize("chosen", [{}, {"KEY_LINE": 64, "VALUE_LINE": 128}, {"WARPGROUPS": 1}], ids=str)
+def test_every_size_fits_a_block_of_warpgroups(tokens: int, head_dim: int, chosen: dict[str, int]) -> None:
+    source = wgmma_source(tokens, 2, head_dim, chosen)
+    assert chosen.items() <= source.defines.items()
+    assert source.defines["SHARED_BYTES"] <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "key_line", "blocks"),
+    [
+        (72, 128, ((128, 1), (32, 1))),
+        (72, 64, ((64, 3),)),
+        (24, 128, ((64, 1),)),
+        (40, 128, ((128, 1),)),
+        (88, 128, ((128, 1), (64, 1))),
+        (120, 128, ((128, 1), (128, 1))),
+    ],
+)
+def test_keys_lie_in_blocks_of_whole_lines(head_dim: int, key_line: int, blocks: tuple[tuple[int, int], ...]) -> None:
+    assert key_blocks(head_dim, key_line) == blocks
+
+
+def test_a_choice_that_no_kernel_has_is_refused() -> None:
+    with pytest.raises(KernelError, match="image_attention: no choice is called 'SPLIT'"):
+        call(variant={"SPLIT": 2})
+    with pytest.raises(KernelError, match="image_attention: no choice is called 'KEY_LINE'"):
+        call(variant={"WARPGROUPS": 0, "KEY_LINE": 64})
+
+
 RESERVED = 1024  # of a block, for the system
 
 
 def test_two_blocks_of_siglip_share_a_multiprocessor() -> None:
     assert 2 * (shared_bytes(256, 72) + RESERVED) <= 228 * 1024
+    assert 2 * (wgmma_source(256, 16, 72, {}).defines["SHARED_BYTES"] + RESERVED) <= 228 * 1024
 
 
 @pytest.mark.parametrize(

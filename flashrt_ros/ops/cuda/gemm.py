@@ -26,6 +26,7 @@ from .gemm_tiling import (
     Sharing,
     Tiling,
     columns,
+    inverse_of_divisor,
     shared_bytes,
     stages,
     tiling,
@@ -221,11 +222,12 @@ def _launch(
     if x.dtype == CODES:
         best = Sharing.best(cut, rows, outputs, parts, inputs, _processors(x.device))
         variant = {"SHARE_X": best.x, "SHARE_WEIGHTS": best.weights, **variant}
-    source = _source(cut, x, behind, overlap, {**variant, "GEGLU": int(geglu), **_head_choices(heads)})
+    source = _source(cut, x, behind, overlap, {**variant, "GEGLU": int(geglu), "PARTS": parts, **_head_choices(heads)})
     tile, consumers, layout = cut.rows, cut.consumers, OutLayout.of(source.defines)
     row_tiles, column_tiles = -(-rows // tile), -(-outputs // columns(consumers))
     sharing = Sharing.of(source.defines)
     blocks = sharing.blocks(row_tiles, column_tiles, parts, _processors(x.device))
+    inverse = inverse_of_divisor(-(-row_tiles // sharing.weights), -(-column_tiles // sharing.x) * parts)
     nbytes = shared_bytes(source.defines)
     target = out.flatten(0, 1) if out.ndim == 3 else out
     part_rows = 0 if out.ndim == 2 else out.shape[1]
@@ -249,7 +251,7 @@ def _launch(
             *(_head_codes(heads.codes) if heads and heads.codes else ()),
             *(_pointer(t) for t in (behind.scale, behind.factor, behind.bias, behind.out_scale)),
             _pointer(out if to_codes else None),
-            *(ctypes.c_int(value) for value in (rows, outputs, column_tiles, steps, parts, part_rows)),
+            *(ctypes.c_uint(value) for value in (rows, outputs, column_tiles, inverse, steps, part_rows)),
         ),
         overlap=overlap,
     )
@@ -333,7 +335,7 @@ def product_source(defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place; TILE_ROWS has to be among them."""
     usual = {
         "STAGES": 4, "CONSUMERS": 2, "GEGLU": 0, "GELU": 0, "OUT8": 0, "ROW_SCALE": 0, "ROTARY": 0,
-        "HEAD_CODES": 0, "FP8": 0, "OVERLAP": 0, "SHARE_X": 1, "SHARE_WEIGHTS": 1,
+        "HEAD_CODES": 0, "FP8": 0, "OVERLAP": 0, "SHARE_X": 1, "SHARE_WEIGHTS": 1, "PARTS": 1,
     }  # fmt: skip
     return KernelSource("gemm", {**usual, **defines})
 

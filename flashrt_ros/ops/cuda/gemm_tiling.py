@@ -158,6 +158,21 @@ def clusters_at_once(size: int, processors: int) -> int:
     return (processors - (processors // 11 if size > 2 else 0)) // size
 
 
+def inverse_of_divisor(divisor: int, most: int) -> int:
+    """What a kernel multiplies a number by, of which the upper 32 of 64 bits are number // divisor; 0 for divisor 1,
+    by which it does not divide.
+
+    Exact for numbers below divisor * most: with i = 2**32 // divisor + 1, number * i / 2**32 is number / divisor and at
+    most number / 2**32 more, which is less than the 1 / divisor that is missing to the next integer.
+
+    Raises:
+        KernelError: not for so many.
+    """
+    if divisor * divisor * most >= 1 << 32:
+        raise KernelError(f"{divisor} x {most} tiles are more than the kernel counts")
+    return 0 if divisor == 1 else (1 << 32) // divisor + 1
+
+
 @dataclass(frozen=True)
 class OutLayout:
     """How a consumer stages its output, see kernels/gemm_epilogue.cuh.

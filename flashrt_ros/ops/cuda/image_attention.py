@@ -1,4 +1,8 @@
-"""Attention within each image in one kernel, for the few hundred tokens and the odd head widths of vision encoders."""
+"""Attention within each image in one kernel, for the few hundred tokens and the odd head widths of vision encoders.
+
+There are two kernels for the same sizes: image_attention_wgmma.cu for Hopper's warpgroup instructions, and
+image_attention.cu for all other GPUs. Their results differ by rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from torch import Tensor
 from ..shapes import ShapeError, check
 from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
-from .kernel import kernel
+from .kernel import architecture, kernel
 from .rows import CODES, Quantiser, lone_scale
-from .tensor_map import launch_with_maps, tensor_map
+from .tensor_map import TensorMap, heads_map, launch_with_maps, tensor_map
 
-_OP = "image_attention"
+_OP, _WGMMA = "image_attention", "image_attention_wgmma"
 _QUERIES = 64  # of a block
 _MOST_TOKENS = 256  # whose scores registers hold
 _LEAST_HEAD, _MOST_HEAD = 24, 120
@@ -25,7 +29,12 @@ _PIECES = 4  # in which keys arrive
 _PARTS = 2  # of the keys, each for warps of its own
 _THREADS = _QUERIES // 16 * _PARTS * 32  # a warp has 16 queries and one part of the keys
 _RESERVED = 1024  # bytes of shared memory, of each block
-_CHOICES = ("CLUSTER",)
+_CHOICES = ("CLUSTER", "WARPGROUPS")  # of both kernels
+
+ARCHITECTURE = "sm_90a"  # that has warpgroup instructions
+_WARPGROUP = 128  # threads
+_LINES = {"KEY_LINE": 128, "VALUE_LINE": 64, "VALUE_PIECES": 4}  # see image_attention_wgmma.cu
+_WIDE_LINE = 128  # bytes, the widest that the engine swizzles
 
 
 def image_attention(
@@ -41,7 +50,8 @@ def image_attention(
         quantiser: `out` is codes (float8_e4m3fn) of what it would have been, as `rows.quantise` gives them; it has no
             multiplier.
         overlap: begin beside the kernel in front of this one; changes no bit.
-        variant: other compile-time choices than the best known ones, for whoever measures them.
+        variant: other compile-time choices than the best known ones, for whoever measures them. WARPGROUPS 0 is the
+            kernel without warpgroup instructions.
     """
     check(_OP, out=(out, "rows width"), qkv=(qkv, ("rows", 3 * out.shape[-1])))
     tokens, head_dim = _shares(out.shape[0], "rows", "images", images), _shares(out.shape[1], "columns", "heads", heads)
@@ -50,21 +60,20 @@ def image_attention(
         raise ShapeError(f"{reason}; use scaled_dot_product_attention for other sizes")
     scale = None if quantiser is None else lone_scale(_OP, quantiser)
     _demand_memory(qkv, out, scale)
-    demand_choices(_OP, variant or {}, _CHOICES)
-    source = image_attention_source(
-        tokens, heads, head_dim, {"QUANTISED": int(scale is not None), "OVERLAP": int(overlap), **(variant or {})}
+    source, threads = _chosen(
+        (tokens, heads, head_dim), variant or {}, {"QUANTISED": int(scale is not None), "OVERLAP": int(overlap)}, qkv
     )
     blocks, nbytes = images * heads * (tokens // _QUERIES), source.defines["SHARED_BYTES"]
     if overlap:
         nbytes = max(nbytes, _spreading_bytes(blocks, qkv.device))
     launch_with_maps(
-        int(kernel(source, _OP, qkv.device, nbytes).driver_kernel.handle),
+        int(kernel(source, source.name, qkv.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(qkv.device).cuda_stream,
         blocks,
-        _THREADS,
+        threads,
         nbytes,
         (
-            tensor_map(qkv, (box_rows(tokens, source.defines["CLUSTER"]), head_dim), 0),
+            *_maps(qkv, source),
             ctypes.c_void_p(out.data_ptr()),
             ctypes.c_void_p(None if scale is None else scale.data_ptr()),
             ctypes.c_float(math.log2(math.e) / math.sqrt(head_dim)),
@@ -73,11 +82,54 @@ def image_attention(
     )
 
 
+def _chosen(
+    sizes: tuple[int, int, int], variant: Mapping[str, int], flags: Mapping[str, int], qkv: Tensor
+) -> tuple[KernelSource, int]:
+    """The kernel for the GPU of `qkv`, and its threads. sizes: tokens, heads, head_dim."""
+    demand_choices(_OP, variant, (*_CHOICES, *_LINES))
+    warpgroups = variant.get("WARPGROUPS")
+    if warpgroups is None:
+        warpgroups = 2 if architecture(qkv.device) == ARCHITECTURE else 0
+    if warpgroups == 0:
+        demand_choices(_OP, variant, _CHOICES)
+        others = {name: value for name, value in variant.items() if name != "WARPGROUPS"}
+        return image_attention_source(*sizes, {**flags, **others}), _THREADS
+    source = wgmma_source(*sizes, {**flags, **variant})
+    return source, source.defines["WARPGROUPS"] * _WARPGROUP
+
+
+def _maps(qkv: Tensor, source: KernelSource) -> tuple[TensorMap, ...]:
+    """The boxes in which the kernel fetches queries, keys and values."""
+    sizes = source.defines
+    tokens, head_dim, cluster = sizes["TOKENS"], sizes["HEAD_DIM"], sizes["CLUSTER"]
+    if source.name == _OP:
+        return (tensor_map(qkv, (box_rows(tokens, cluster), head_dim), 0),)
+    heads = qkv.view(qkv.shape[0], 3 * sizes["HEADS"], head_dim)
+    keys, values = tokens // _PIECES // cluster, tokens // sizes["VALUE_PIECES"] // cluster
+    lines = [line for line, _ in key_blocks(head_dim, sizes["KEY_LINE"])]
+    return (
+        heads_map(heads, (_QUERIES, head_dim), 0, of=1),
+        *(heads_map(heads, (keys, line // 2), line, of=1) for line in (lines[0], lines[-1])),
+        heads_map(heads, (values, sizes["VALUE_LINE"] // 2), sizes["VALUE_LINE"], of=1),
+    )
+
+
 def image_attention_source(tokens: int, heads: int, head_dim: int, defines: Mapping[str, int]) -> KernelSource:
     """The kernel with the usual choices, and `defines` in their place."""
-    usual = {"CLUSTER": 2 if tokens // _QUERIES % 2 == 0 else 1, "QUANTISED": 0, "OVERLAP": 0}
     sizes = {"TOKENS": tokens, "HEADS": heads, "HEAD_DIM": head_dim, "SHARED_BYTES": shared_bytes(tokens, head_dim)}
-    return KernelSource(_OP, {**usual, **defines, **sizes})
+    return KernelSource(_OP, {"CLUSTER": _cluster(tokens), "QUANTISED": 0, "OVERLAP": 0, **defines, **sizes})
+
+
+def wgmma_source(tokens: int, heads: int, head_dim: int, defines: Mapping[str, int]) -> KernelSource:
+    """The kernel for Hopper with the usual choices, and `defines` in their place."""
+    usual = {"CLUSTER": _cluster(tokens), "WARPGROUPS": 2, **_LINES, "QUANTISED": 0, "OVERLAP": 0}
+    sizes = {"TOKENS": tokens, "HEADS": heads, "HEAD_DIM": head_dim, "TILE_ROWS": tokens // _PIECES}
+    chosen = {**usual, **defines, **sizes}
+    return KernelSource(_WGMMA, {**chosen, "SHARED_BYTES": wgmma_shared_bytes(chosen)})
+
+
+def _cluster(tokens: int) -> int:
+    return 2 if tokens // _QUERIES % 2 == 0 else 1
 
 
 def shared_bytes(tokens: int, head_dim: int) -> int:
@@ -85,6 +137,29 @@ def shared_bytes(tokens: int, head_dim: int) -> int:
     inputs = (_QUERIES + 2 * tokens) * head_dim * 2
     results = _PARTS * _QUERIES * head_dim * 4
     return max(inputs, results) + _PARTS * _QUERIES * 8 + (1 + 2 * _PIECES) * 8
+
+
+def wgmma_shared_bytes(sizes: Mapping[str, int]) -> int:
+    """The same for Hopper's kernel: each part's keys and values, or what is given in their place; queries; barriers."""
+    head_dim, parts = sizes["HEAD_DIM"], sizes["WARPGROUPS"]
+    key_bytes = sum(line * blocks for line, blocks in key_blocks(head_dim, sizes["KEY_LINE"]))
+    value_bytes = -(-head_dim * 2 // sizes["VALUE_LINE"]) * sizes["VALUE_LINE"]
+    part = sizes["TOKENS"] // parts * (key_bytes + value_bytes)
+    given = (1 + head_dim // 8) * _WARPGROUP * 16 if parts > 1 else 0
+    barriers = 1 + _PIECES + sizes["VALUE_PIECES"]
+    return parts * max(part, given) + _QUERIES * head_dim * 2 + barriers * 8
+
+
+def key_blocks(head_dim: int, key_line: int) -> tuple[tuple[int, int], ...]:
+    """How a key lies in shared memory for Hopper's kernel: bytes of a line, and how many blocks have such lines.
+
+    Blocks of 64 columns first, unless `key_line` is 64: then all blocks have 32 columns.
+    """
+    wide = head_dim // 64 if key_line == _WIDE_LINE else 0
+    rest = head_dim * 2 - wide * _WIDE_LINE
+    line = 64 if key_line == 64 else next(line for line in (32, 64, 128) if rest <= line)
+    blocks = ((_WIDE_LINE, wide), (line, -(-rest // line)))
+    return blocks if wide else blocks[1:]
 
 
 @lru_cache(maxsize=16)

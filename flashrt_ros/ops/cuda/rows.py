@@ -205,7 +205,7 @@ def _norm(
     if multiplier is not None:
         check(function, multiplier=(multiplier, (width,)))
         demand_dense(function, torch.float32, multiplier=multiplier)
-    choices = {"QUANTISED": int(quantiser is not None), "PARTS": parts}
+    choices = {"QUANTISED": int(quantiser is not None), "MULTIPLIED": int(multiplier is not None), "PARTS": parts}
     _launch_norm(
         function, rows, overlap, choices, rows, branch, *table, out, scale, multiplier, part_rows, eps
     )  # fmt: skip

@@ -68,19 +68,21 @@ def grouped_map(matrix: Tensor, groups: int, columns: int, *, apart: int = 0) ->
     return _encoded(matrix.data_ptr(), sizes, pitches, matrix.dtype, box, columns * matrix.element_size())
 
 
-def heads_map(tensor: Tensor, box: tuple[int, int], swizzle: int) -> TensorMap:
+def heads_map(tensor: Tensor, box: tuple[int, int], swizzle: int, *, of: int | None = None) -> TensorMap:
     """The map of `tensor` [rows, heads, head_dim], whose boxes are some rows and columns of all heads.
 
-    In shared memory a head's rows lie together, one head behind the other. Rows that are not there become zeros.
+    In shared memory a head's rows lie together, one head behind the other. Rows and columns that are not there become
+    zeros.
 
     Args:
         tensor: bfloat16 on a GPU; the heads of a row lie one behind the other, rows may be further apart.
         box, swizzle: as for `tensor_map`; rows and columns are those of a head.
+        of: heads of a box, if not all.
     """
     rows, heads, head_dim = tensor.shape
     pitches = (_pitch(tensor.flatten(1)), head_dim * tensor.element_size())
     sizes = (head_dim, rows, heads)
-    return _encoded(tensor.data_ptr(), sizes, pitches, tensor.dtype, (box[1], box[0], heads), swizzle)
+    return _encoded(tensor.data_ptr(), sizes, pitches, tensor.dtype, (box[1], box[0], of or heads), swizzle)
 
 
 def _pitch(matrix: Tensor) -> int:

@@ -105,7 +105,10 @@ def kernel_identity(reports: tuple[KernelReport, ...], references: str) -> str:
     return f"{references}; fused {','.join(fused)} {digest}"
 
 
-_SOURCES = ("expert", "gemm", "image_attention", "norms", "pixels", "prefix", "prefix_attention", "quantise")
+_SOURCES = (
+    "expert", "gemm", "image_attention", "image_attention_wgmma", "norms", "pixels", "prefix", "prefix_attention",
+    "quantise",
+)  # fmt: skip
 
 
 def unsuited(config: Pi05Config, capability: tuple[int, int]) -> str:

@@ -258,8 +258,10 @@ def test_the_identity_says_who_multiplies_16_bits_and_with_what_padding(monkeypa
 
 
 @pytest.mark.parametrize(
-    "name", ["expert", "gemm", "image_attention", "norms", "pixels", "prefix", "prefix_attention", "quantise"]
-)
+    "name",
+    ["expert", "gemm", "image_attention", "image_attention_wgmma", "norms", "pixels", "prefix", "prefix_attention",
+     "quantise"],
+)  # fmt: skip
 def test_every_source_of_the_stages_is_in_the_identity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = (KernelReport("vision", FUSED),)
     before = kernel_identity(parts, "reference")
