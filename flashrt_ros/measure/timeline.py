@@ -15,7 +15,9 @@ _SHOWN = 34  # characters of a kernel's name
 
 
 def draw_layers(rows: Mapping[str, Sequence[Span]], path: Path) -> None:
-    """Write a PNG with one line of kernels for each row, each on its own time axis; matrix products stand out.
+    """Write a PNG with the kernels of each row on a time axis of their own; matrix products stand out.
+
+    Kernels that run beside each other, as those that are launched early do, stand below each other.
 
     Raises MeasureError if matplotlib is not installed.
     """
@@ -23,8 +25,10 @@ def draw_layers(rows: Mapping[str, Sequence[Span]], path: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise MeasureError("the picture needs matplotlib; install it, or leave --png out") from None
-    figure = Figure(figsize=(13, 2.4 * len(rows)), layout="constrained")
-    for axes, (name, spans) in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows.items(), strict=True):
+    heights = [0.7 + 1.7 * (1 + max(lanes(spans))) for spans in rows.values()]
+    figure = Figure(figsize=(13, sum(heights)), layout="constrained")
+    all_axes = figure.subplots(len(rows), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, spans) in zip(all_axes, rows.items(), strict=True):
         _draw(axes, spans)
         axes.set_title(f"{name}: one layer, {len(spans)} kernels", loc="left", fontsize=9)
     axes.set_xlabel("microseconds from the layer's first kernel (blue: matrix products)")
@@ -34,15 +38,26 @@ def draw_layers(rows: Mapping[str, Sequence[Span]], path: Path) -> None:
 
 def _draw(axes: Any, spans: Sequence[Span]) -> None:
     whole = max(span.end for span in spans) - spans[0].start
-    for span in spans:
+    for span, lane in zip(spans, lanes(spans), strict=True):
         left = span.start - spans[0].start
         colour = "#3b6fb6" if span.is_gemm else "#d98c3f"
-        axes.barh(0, span.duration, 1.0, left, color=colour, edgecolor="white", linewidth=0.3)
+        axes.barh(-lane, span.duration, 1.0, left, color=colour, edgecolor="white", linewidth=0.3)
         if span.duration > _LABELLED * whole:
             text = short_name(span.name)
-            axes.text(left + span.duration / 2, 0, text, ha="center", va="center", rotation=90, fontsize=6)
+            axes.text(left + span.duration / 2, -lane, text, ha="center", va="center", rotation=90, fontsize=6)
     axes.set_yticks([])
     axes.set_xlim(0, whole)
+
+
+def lanes(spans: Sequence[Span]) -> list[int]:
+    """For each of `spans`, in the order in which they began, the first lane that is free when it begins."""
+    ends: list[float] = []
+    found = []
+    for span in spans:
+        lane = next((lane for lane, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        found.append(lane)
+    return found
 
 
 def short_name(name: str) -> str:

@@ -17,6 +17,8 @@ _GEMM = re.compile(
     r"|\bexpert\b|skinny",
     re.IGNORECASE,
 )
+# Kernels of attention may be named after the instructions that they multiply with; they stand between products.
+_ATTENTION = re.compile(r"attention|sdpa|fmha|flash_?(fwd|attn)", re.IGNORECASE)
 _NOT_KERNELS = re.compile(r"^(Memcpy|Memset)", re.IGNORECASE)
 _PROFILER_ITSELF = ("Activity Buffer Request", "ProfilerStep")
 _LONGEST_PERIOD = 400
@@ -38,8 +40,8 @@ class Span:
 
     @property
     def is_gemm(self) -> bool:
-        """Whether it is a matrix product (or a kernel that holds several), by its name."""
-        return _GEMM.search(self.name) is not None
+        """Whether it is a matrix product (or a kernel that holds several), by its name; attention is none."""
+        return _GEMM.search(self.name) is not None and _ATTENTION.search(self.name) is None
 
     @property
     def is_kernel(self) -> bool:

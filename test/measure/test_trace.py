@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashrt_ros.measure.errors import MeasureError
-from flashrt_ros.measure.timeline import draw_layers, short_name
+from flashrt_ros.measure.timeline import draw_layers, lanes, short_name
 from flashrt_ros.measure.trace import Span, busy, by_name, figures, one_layer, traced
 
 
@@ -56,9 +56,27 @@ def test_matrix_products_are_known_by_name(name: str) -> None:
     assert Span(name, 0, 1).is_gemm
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "void at::native::vectorized_elementwise_kernel<4>", "aten::mul"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_norm",
+        "void at::native::vectorized_elementwise_kernel<4>",
+        "aten::mul",
+        "image_attention_wgmma",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x256_4x1x1_cga1x1x1_kernel0_0",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, cutlass::gemm>>(Params)",
+        "fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float, cutlass::gemm>)",
+    ],
+)
 def test_other_kernels_are_not_taken_for_products(name: str) -> None:
     assert not Span(name, 0, 1).is_gemm
+
+
+def test_kernels_that_run_beside_each_other_have_lanes_of_their_own() -> None:
+    beside = spans(("gemm", 0, 10), ("attention", 2, 9), ("norm", 9, 4), ("gemm", 11, 5), ("act", 16, 1))
+    assert lanes(beside) == [0, 1, 2, 0, 0]
+    assert lanes(row("norm", "gemm", "act")) == [0, 0, 0]
+    assert lanes([]) == []
 
 
 def test_kernels_by_name_are_sorted_by_their_time() -> None:
