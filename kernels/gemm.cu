@@ -12,9 +12,9 @@
 // over. There the warp that is the last one to have read a stage asks for what comes into its slot next, so that no
 // warp waits for a slot to become free, and a consumer may be ahead of another one by all stages of the ring.
 //
-// TILE_ROWS, STAGES, CONSUMERS (two or three warpgroups), PARTS that K is cut into. FP8: x and weights are E4M3 instead of bfloat16. GEGLU, GELU,
-// OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY, HEAD_CODES: see gemm_rotary.cuh. SHARE_X, SHARE_WEIGHTS: see
-// gemm_sharing.cuh.
+// TILE_ROWS, STAGES, CONSUMERS (two or three warpgroups), PARTS that K is cut into. FP8: x and weights are E4M3 instead
+// of bfloat16. GEGLU, GELU, OUT8, ROW_SCALE, CHUNKS: see gemm_epilogue.cuh. ROTARY, HEAD_CODES: see gemm_rotary.cuh.
+// SHARE_X, SHARE_WEIGHTS: see gemm_sharing.cuh.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "gemm.cu is written for sm_90a: no other architecture has its matrix instructions"
 #endif

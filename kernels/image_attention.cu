@@ -6,41 +6,17 @@
 // odd multiple of 8, so eight rows begin in eight different groups of banks. A warp has 16 queries and one of two
 // parts of the keys, whose scores stay in its registers: no maximum is ever revised. The parts meet at the end. (Half
 // as many warps of 32 queries load keys and values half as often, and are slower: little hides what each waits for.)
-//
-// TOKENS (of an image), HEADS, HEAD_DIM, SHARED_BYTES. QUANTISED: E4M3 codes of the bfloat16 results under
-// output_scale. CLUSTER blocks of one head share the keys and values that each of them fetches a part of.
-#include "quantise.cuh"
-#include "tma.cuh"
+#include "image_attention.cuh"
 
-#ifndef QUANTISED
-#define QUANTISED 0
-#endif
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-#if CLUSTER > 1
-#define CLUSTER_SIZE __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_SIZE
-#endif
-
-constexpr int kWidth = HEADS * HEAD_DIM, kHeadBytes = HEAD_DIM * 2, kHeadGroups = HEAD_DIM / 8;
-constexpr int kSteps = HEAD_DIM / 16;  // whole steps of a product over HEAD_DIM; half a step follows
-constexpr int kRows = 64, kWarpRows = 16, kRowGroups = kRows / kWarpRows;
+constexpr int kRowGroups = kRows / kWarpRows;
 constexpr int kSplit = 2;  // parts of the keys
 constexpr int kWarps = kRowGroups * kSplit, kThreads = kWarps * kWarpSize;
-constexpr int kResident = HEAD_DIM <= 72 ? 2 : 1;  // blocks of a multiprocessor that registers are left for
-static_assert(HEAD_DIM % 16 == 8 && HEAD_DIM > 8, "rows that fall into different banks, and half a step at the end");
-static_assert(TOKENS % kRows == 0 && TOKENS <= 256, "scores stay in registers");
 
-// Keys and values arrive in pieces; a part of the keys is several of them.
-constexpr int kPieces = 4, kPieceKeys = TOKENS / kPieces, kPieceBytes = kPieceKeys * kHeadBytes;
+constexpr int kPieceBytes = kPieceKeys * kHeadBytes;
 constexpr int kPartPieces = kPieces / kSplit, kPartKeys = TOKENS / kSplit;
 constexpr int kPieceTiles = kPieceKeys / 16, kPartTiles = kPartKeys / 16;  // of 16 keys
 constexpr int kShare = kPieceKeys / CLUSTER;                               // keys of a piece that one block fetches
 constexpr int kBoxRows = kShare & -kShare;                                 // that one copy moves
-static_assert(kPieceKeys % 16 == 0, "pieces");
-static_assert(TOKENS / kRows % CLUSTER == 0 && kShare % 8 == 0, "blocks of a cluster have one head, boxes 128 bytes");
 
 // Shared memory: queries, keys, values; later the results of the parts in their place. Behind them what the parts need
 // to know of each other's rows, then the barriers.
@@ -53,23 +29,6 @@ constexpr int kBarriers = 1 + 2 * kPieces;
 static_assert(kBarriersAt + kBarriers * 8 <= SHARED_BYTES, "shared memory");
 
 __device__ __forceinline__ u32 query_barrier(u32 shared) { return shared + kBarriersAt; }
-__device__ __forceinline__ u32 key_barrier(u32 shared, int piece) { return shared + kBarriersAt + (1 + piece) * 8; }
-__device__ __forceinline__ u32 value_barrier(u32 shared, int piece) { return key_barrier(shared, kPieces + piece); }
-
-// -- which part of the work -------------------------------------------------------------------------------------------
-
-struct Work {
-  int image_row, first_row;  // of this image, of this block's queries
-  int column;                // of this head among the queries
-
-  __device__ Work() {
-    constexpr int kTiles = TOKENS / kRows;
-    const int head = blockIdx.x / kTiles;  // of all images
-    image_row = head / HEADS * TOKENS;
-    first_row = image_row + blockIdx.x % kTiles * kRows;
-    column = head % HEADS * HEAD_DIM;
-  }
-};
 
 // The order in which pieces are fetched: first the first one of every part.
 __device__ __forceinline__ int piece_at(int turn) { return turn % kSplit * kPartPieces + turn / kSplit; }
@@ -115,16 +74,6 @@ __device__ __forceinline__ void fetch(const TensorMap& qkv, u32 shared, const Wo
     }
 }
 
-// The blocks of a cluster write to each other: none may end before the others have what it sends. Between the two
-// calls a block need not stop.
-__device__ __forceinline__ void cluster_arrive() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-}
-
 // -- products ---------------------------------------------------------------------------------------------------------
 
 // d += a * b for one 16x8 tile, k = 8.
@@ -146,15 +95,15 @@ __device__ __forceinline__ uint2 load_two_matrices_transposed(u32 shared) {
 
 // A warp's queries, as operands.
 struct Queries {
-  uint4 steps[kSteps];
+  uint4 steps[kWholeSteps];
   uint2 last;
 
   __device__ __forceinline__ explicit Queries(u32 rows) {
     const int lane = threadIdx.x % kWarpSize;
     const u32 from = rows + lane % 16 * kHeadBytes;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) steps[k] = load_matrices(from + k * 32 + lane / 16 * 16);
-    last = load_two_matrices(from + kSteps * 32);
+    for (int k = 0; k < kWholeSteps; ++k) steps[k] = load_matrices(from + k * 32 + lane / 16 * 16);
+    last = load_two_matrices(from + kWholeSteps * 32);
   }
 };
 
@@ -172,12 +121,12 @@ __device__ __forceinline__ void score_tile(Scores& s, int tile, const Queries& q
 #pragma unroll
     for (int e = 0; e < 4; ++e) s[2 * tile + n][e] = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
+  for (int k = 0; k < kWholeSteps; ++k) {
     const uint4 &a = q.steps[k], b = load_matrices(pairs + k * 32);
     mma_16x8x16(s[2 * tile], a.x, a.y, a.z, a.w, b.x, b.y);
     mma_16x8x16(s[2 * tile + 1], a.x, a.y, a.z, a.w, b.z, b.w);
   }
-  const uint2 b = load_two_matrices(keys + lane % 16 * kHeadBytes + kSteps * 32);
+  const uint2 b = load_two_matrices(keys + lane % 16 * kHeadBytes + kWholeSteps * 32);
   mma_16x8x8(s[2 * tile], q.last.x, q.last.y, b.x);
   mma_16x8x8(s[2 * tile + 1], q.last.x, q.last.y, b.y);
 }
@@ -214,13 +163,13 @@ __device__ __forceinline__ void mix_tile(Results& o, const uint4& p, u32 values)
   const int lane = threadIdx.x % kWarpSize;
   const u32 from = values + lane % 16 * kHeadBytes;
 #pragma unroll
-  for (int d = 0; d < kSteps; ++d) {
+  for (int d = 0; d < kWholeSteps; ++d) {
     const uint4 b = load_matrices_transposed(from + d * 32 + lane / 16 * 16);
     mma_16x8x16(o[2 * d], p.x, p.y, p.z, p.w, b.x, b.y);
     mma_16x8x16(o[2 * d + 1], p.x, p.y, p.z, p.w, b.z, b.w);
   }
-  const uint2 b = load_two_matrices_transposed(from + kSteps * 32);
-  mma_16x8x16(o[2 * kSteps], p.x, p.y, p.z, p.w, b.x, b.y);
+  const uint2 b = load_two_matrices_transposed(from + kWholeSteps * 32);
+  mma_16x8x16(o[2 * kWholeSteps], p.x, p.y, p.z, p.w, b.x, b.y);
 }
 
 // -- one warp ---------------------------------------------------------------------------------------------------------
@@ -307,7 +256,7 @@ __device__ __forceinline__ void store_results(const Part& part, const float2* ex
 
 // out = the parts' results, added: four columns a thread and turn.
 __device__ __forceinline__ void join_parts(const float4* results, const Work& work, void* out, float scale_of_codes) {
-  const float to_codes = QUANTISED ? inverse_of(&scale_of_codes) : 1.0f;
+  const float to_codes = QUANTISED ? inverse_of(scale_of_codes) : 1.0f;
   constexpr int kFours = HEAD_DIM / 4, kCount = kRows * kFours;
 #pragma unroll
   for (int first = 0; first < kCount; first += kThreads) {

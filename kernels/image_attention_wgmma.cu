@@ -12,48 +12,27 @@
 // the swizzle. It sees each head as a matrix of its own: columns of a last block that the head does not have become
 // zeros, and are not read. So keys have zeros up to a whole step of a product, where queries have zeros too.
 //
-// TOKENS (of an image), HEADS, HEAD_DIM, SHARED_BYTES. TILE_ROWS: keys of a piece, a quarter of TOKENS. WARPGROUPS: 1
-// or 2. QUANTISED: E4M3 codes of the bfloat16 results under output_scale. CLUSTER blocks of one head share the keys and
-// values that each of them fetches a part of. KEY_LINE: bytes of a line of keys' whole blocks of columns, 128 (what is
-// left over has the narrowest line that holds it) or 64. VALUE_LINE: of all blocks of values, 128 or 64. VALUE_PIECES:
-// 2 or 4, which values arrive in.
+// TILE_ROWS: keys of a piece, a quarter of TOKENS. WARPGROUPS: 1 or 2. KEY_LINE: bytes of a line of keys' whole blocks
+// of columns, 128 (what is left over has the narrowest line that holds it) or 64. VALUE_LINE: of all blocks of values,
+// 128 or 64. VALUE_PIECES: 2 or 4, which values arrive in. Others: see image_attention.cuh.
 #if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "image_attention_wgmma.cu is written for sm_90a: no other architecture has its matrix instructions"
 #endif
-#include "quantise.cuh"
-#include "tma.cuh"
+#include "image_attention.cuh"
 #include "wgmma.cuh"
 
-#ifndef QUANTISED
-#define QUANTISED 0
-#endif
-#ifndef CLUSTER
-#define CLUSTER 1
-#endif
-#if CLUSTER > 1
-#define CLUSTER_SIZE __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_SIZE
-#endif
-
-constexpr int kHeadBytes = HEAD_DIM * 2, kHeadGroups = HEAD_DIM / 8, kWidth = HEADS * HEAD_DIM;
-constexpr int kWholeSteps = HEAD_DIM / 16, kHeadSteps = kWholeSteps + 1;  // of a product over HEAD_DIM
-constexpr int kRows = 64, kWarpRows = 16;
+constexpr int kHeadSteps = kWholeSteps + 1;  // of a product over HEAD_DIM
 constexpr int kGroupThreads = 128, kParts = WARPGROUPS, kThreads = kParts * kGroupThreads;
 constexpr int kGiver = 0, kKeeper = kParts - 1;
 constexpr int kFetcher = kKeeper * kGroupThreads;  // the thread that fetches: the keeper's keys come last
-constexpr int kResident = HEAD_DIM <= 72 ? 2 : 1;  // blocks of a multiprocessor that registers are left for
-static_assert(HEAD_DIM % 16 == 8 && HEAD_DIM > 8 && HEAD_DIM < 128, "rows that fall into different banks");
-static_assert(TOKENS % kRows == 0 && TOKENS <= 256, "scores stay in registers");
+static_assert(HEAD_DIM < 128, "columns of a product");
 static_assert(WARPGROUPS == 1 || WARPGROUPS == 2, "one who keeps, at most one who gives");
 
-// Keys and values arrive in pieces; a part of the keys is several of them.
-constexpr int kPieces = 4, kPieceKeys = TILE_ROWS, kPartPieces = kPieces / kParts, kPartKeys = TOKENS / kParts;
+constexpr int kPartPieces = kPieces / kParts, kPartKeys = TOKENS / kParts;
 constexpr int kValuePieces = VALUE_PIECES, kValueKeys = TOKENS / kValuePieces, kPartValues = kValuePieces / kParts;
 constexpr int kPieceSteps = kPieceKeys / 16, kPartSteps = kPartKeys / 16, kValueSteps = kValueKeys / 16;
-static_assert(kPieces * kPieceKeys == TOKENS && kPieceKeys % 16 == 0, "pieces are whole steps");
+static_assert(kPieceKeys == TILE_ROWS, "pieces");
 static_assert(kValuePieces == 2 || kValuePieces == 4, "pieces of values");
-static_assert(TOKENS / kRows % CLUSTER == 0 && kPieceKeys / CLUSTER % 8 == 0, "a cluster has one head, shares atoms");
 
 // How a key lies: perhaps a block of 64 columns with lines of 128 bytes, then blocks with lines of kRestLine bytes. A
 // step of a product is 32 bytes of a line.
@@ -90,23 +69,6 @@ static_assert(kRestBlockBytes % (8 * kRestLine) == 0 && kValueBlockBytes % (8 * 
 static_assert(kBarriersAt + kBarriers * 8 <= SHARED_BYTES, "shared memory");
 
 __device__ __forceinline__ u32 query_barrier(u32 shared) { return shared + kBarriersAt; }
-__device__ __forceinline__ u32 key_barrier(u32 shared, int piece) { return shared + kBarriersAt + (1 + piece) * 8; }
-__device__ __forceinline__ u32 value_barrier(u32 shared, int piece) { return key_barrier(shared, kPieces + piece); }
-
-// -- which part of the work -------------------------------------------------------------------------------------------
-
-struct Work {
-  int image_row, first_row;  // of this image, of this block's queries
-  int head;                  // among the queries'
-
-  __device__ Work() {
-    constexpr int kTiles = TOKENS / kRows;
-    const int number = blockIdx.x / kTiles;  // of the head, of all images
-    image_row = number / HEADS * TOKENS;
-    first_row = image_row + blockIdx.x % kTiles * kRows;
-    head = number % HEADS;
-  }
-};
 
 // -- from global to shared memory -------------------------------------------------------------------------------------
 
@@ -198,16 +160,6 @@ struct Feed {
     for (int piece = 0; piece < kValuePieces; ++piece) values(piece);
   }
 };
-
-// The blocks of a cluster write to each other: none may end before the others have what it sends. Between the two
-// calls a block need not stop.
-__device__ __forceinline__ void cluster_arrive() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-}
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
@@ -458,15 +410,6 @@ __device__ __forceinline__ void store_two_matrices(u32 shared, u32 v0, u32 v1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1,%2};" ::"r"(shared), "r"(v0), "r"(v1) : "memory");
 }
 
-// Eight bfloat16 times `inverse` → eight codes.
-__device__ __forceinline__ uint2 e4m3_eight(const uint4& v, float inverse) {
-  float f[8];
-  unpack8(v, f);
-  const float low[4] = {f[0] * inverse, f[1] * inverse, f[2] * inverse, f[3] * inverse};
-  const float high[4] = {f[4] * inverse, f[5] * inverse, f[6] * inverse, f[7] * inverse};
-  return make_uint2(e4m3_four(low), e4m3_four(high));
-}
-
 // Rounds, turns a warp's 16 rows in the place of its queries, which every warp that has the same ones has read, so that
 // a lane holds whole groups of columns; and stores them.
 __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], u32 shared, const Work& work, void* out,
@@ -547,7 +490,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, kResident)
     give(mine, shared);
   } else {
     join(mine, shared);
-    store(mine.o, shared, work, out, QUANTISED ? 1.0f / arrived(code_scale) : 1.0f);
+    store(mine.o, shared, work, out, QUANTISED ? inverse_of(arrived(code_scale)) : 1.0f);
   }
   cluster_wait();
 }

@@ -106,7 +106,7 @@ struct Target {
   // The row that starts at `start`; value(g, i): the i-th of group g, normalised.
   template <class Value>
   __device__ __forceinline__ void store(u64 start, const Multipliers& multipliers, Value value) const {
-    const float inverse = QUANTISED ? inverse_of(&scale) : 1.0f;
+    const float inverse = QUANTISED ? inverse_of(scale) : 1.0f;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       float four[4];

@@ -621,7 +621,7 @@ __device__ __forceinline__ void store(const float (&o)[kHeadDim / 2], u32 stagin
                    pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
   }
   __syncwarp();
-  const float inverse = OUT8 ? inverse_of(&scale) : 1.0f;
+  const float inverse = OUT8 ? inverse_of(scale) : 1.0f;
 #pragma unroll
   for (int i = 0; i < 16; i += kAtOnce) {
     const int row = i + lane / kLanes, chunk = lane % kLanes * kTaken;

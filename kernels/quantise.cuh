@@ -16,6 +16,15 @@ __device__ __forceinline__ u32 e4m3_four(const float (&v)[4]) {
   return e4m3_pair(v[0], v[1]) | e4m3_pair(v[2], v[3]) << 16;
 }
 
+// Eight bfloat16 times `inverse` → eight codes.
+__device__ __forceinline__ uint2 e4m3_eight(const uint4& v, float inverse) {
+  float f[8];
+  unpack8(v, f);
+  const float low[4] = {f[0] * inverse, f[1] * inverse, f[2] * inverse, f[3] * inverse};
+  const float high[4] = {f[4] * inverse, f[5] * inverse, f[6] * inverse, f[7] * inverse};
+  return make_uint2(e4m3_four(low), e4m3_four(high));
+}
+
 // Sixteen bfloat16 times `inverse` → sixteen codes.
 __device__ __forceinline__ uint4 e4m3_sixteen(const uint4& first, const uint4& second, float inverse) {
   float v[2][8];
@@ -32,7 +41,8 @@ __device__ __forceinline__ uint4 e4m3_sixteen(const uint4& first, const uint4& s
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// What a value is multiplied by before it is rounded to a code. `scale` is one float.
+// What a value is multiplied by before it is rounded to a code.
+__device__ __forceinline__ float inverse_of(float scale) { return 1.0f / scale; }
 __device__ __forceinline__ float inverse_of(const float* scale) { return 1.0f / *scale; }
 
 // The value of an E4M3 code without sign: its fields are those of a float, with a bias of 7 instead of 127, so that this

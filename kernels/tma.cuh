@@ -131,8 +131,6 @@ __device__ __forceinline__ void store_box(const TensorMap& map, int column, int 
 
 // The thread that stored: shared memory has been read and may be written again.
 __device__ __forceinline__ void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// The thread that stored: all has been written.
-__device__ __forceinline__ void stores_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // What this thread has written to shared memory, the copy engine may read, behind the next barrier.
 __device__ __forceinline__ void publish_to_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

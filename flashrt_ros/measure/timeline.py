@@ -25,20 +25,21 @@ def draw_layers(rows: Mapping[str, Sequence[Span]], path: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise MeasureError("the picture needs matplotlib; install it, or leave --png out") from None
-    heights = [0.7 + 1.7 * (1 + max(lanes(spans))) for spans in rows.values()]
+    in_lanes = [lanes(spans) for spans in rows.values()]
+    heights = [0.7 + 1.7 * (1 + max(row)) for row in in_lanes]
     figure = Figure(figsize=(13, sum(heights)), layout="constrained")
     all_axes = figure.subplots(len(rows), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (name, spans) in zip(all_axes, rows.items(), strict=True):
-        _draw(axes, spans)
+    for axes, (name, spans), row in zip(all_axes, rows.items(), in_lanes, strict=True):
+        _draw(axes, spans, row)
         axes.set_title(f"{name}: one layer, {len(spans)} kernels", loc="left", fontsize=9)
     axes.set_xlabel("microseconds from the layer's first kernel (blue: matrix products)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
 
 
-def _draw(axes: Any, spans: Sequence[Span]) -> None:
+def _draw(axes: Any, spans: Sequence[Span], in_lanes: Sequence[int]) -> None:
     whole = max(span.end for span in spans) - spans[0].start
-    for span, lane in zip(spans, lanes(spans), strict=True):
+    for span, lane in zip(spans, in_lanes, strict=True):
         left = span.start - spans[0].start
         colour = "#3b6fb6" if span.is_gemm else "#d98c3f"
         axes.barh(-lane, span.duration, 1.0, left, color=colour, edgecolor="white", linewidth=0.3)

@@ -12,7 +12,7 @@ from .compiler import KernelSource
 from .errors import KernelError
 from .expert_codes import HIDDEN_BLOCK, RANKS
 from .expert_packing import ACTIONS, FEW_ROWS, HEAD_DIM, HEADS, HIDDEN, INNER, TILE_BYTES, WIDTH, ExpertWeights
-from .kernel import Kernel, architecture, kernel
+from .kernel import HOPPER, Kernel, architecture, kernel
 from .registers import demand_registers
 
 MAX_ROWS, MAX_KEYS = 64, 1024
@@ -21,7 +21,7 @@ _STAGE_TILES = 8
 _PART_BYTES = 2  # of a part of a product or of attention that blocks of a cluster exchange
 _SYNC_WORDS = 4
 _FEWEST_STAGES = 4  # of the ring
-_WARPS_OF_FEW_ROWS, _REGISTERS_OF_A_THREAD, _HANDS_OVER = 12, 128, "sm_90a"  # as in kernels/expert_plan.cuh
+_WARPS_OF_FEW_ROWS, _REGISTERS_OF_A_THREAD = 12, 128  # as in kernels/expert_plan.cuh
 _ALIGNED = 1024  # bytes, of what lies behind the ring
 _DOWN_TEAMS = 3  # of warps, which share the inputs of `down` with few rows
 _SUM_WORDS = 2  # of a sum of fixed-point numbers, in which the shares of clusters meet
@@ -209,7 +209,7 @@ def registers_to_hand_over(arch: str, rows: int) -> int | None:
 
     On Hopper those that fetch give some to those that multiply, where these are few (kernels/expert_plan.cuh).
     """
-    return _REGISTERS_OF_A_THREAD if arch == _HANDS_OVER and warps_that_multiply(rows) == _WARPS_OF_FEW_ROWS else None
+    return _REGISTERS_OF_A_THREAD if arch == HOPPER and warps_that_multiply(rows) == _WARPS_OF_FEW_ROWS else None
 
 
 class ExpertKernel:

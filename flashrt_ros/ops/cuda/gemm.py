@@ -32,12 +32,11 @@ from .gemm_tiling import (
     tiling,
 )
 from .head_codes import HEAD_DIM, HEADS, HeadCodes
-from .kernel import architecture, kernel
+from .kernel import HOPPER, architecture, kernel
 from .registers import demand_registers
 from .rows import demand_heads
 from .tensor_map import TensorMap, grouped_map, launch_with_maps, tensor_map
 
-ARCHITECTURE = "sm_90a"
 CODES = torch.float8_e4m3fn
 PRODUCED_FOR = (2,)  # consumers that a warpgroup of its own fetches for
 _REGISTERS = 168  # of a thread at its launch, where that warpgroup hands its own over: 2 * 232 + 40 are 3 * 168
@@ -51,8 +50,8 @@ _CHOICES = ("TILE_ROWS", "STAGES", "CONSUMERS", "CHUNKS", "SHARE_X", "SHARE_WEIG
 def unsuited(device: torch.device) -> str:
     """Why the products cannot run on `device`; empty if they can."""
     found = architecture(device)
-    if found != ARCHITECTURE:
-        return f"gemm.cu uses matrix instructions of {ARCHITECTURE}, this GPU is {found}"
+    if found != HOPPER:
+        return f"gemm.cu uses matrix instructions of {HOPPER}, this GPU is {found}"
     return ""
 
 
@@ -235,7 +234,7 @@ def _launch(
         raise ShapeError(f"{op}: each part needs {row_tiles * tile} rows of 'out', got {part_rows}")
     registers = handed_over(source)
     if registers is not None:
-        demand_registers(source, ARCHITECTURE, registers)
+        demand_registers(source, HOPPER, registers)
     launch_with_maps(
         int(kernel(source, "gemm", x.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(x.device).cuda_stream,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..shapes import ShapeError, check
 from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
-from .kernel import architecture, kernel
+from .kernel import HOPPER, architecture, kernel
 from .rows import CODES, Quantiser, lone_scale
 from .tensor_map import TensorMap, heads_map, launch_with_maps, tensor_map
 
@@ -31,7 +31,6 @@ _THREADS = _QUERIES // 16 * _PARTS * 32  # a warp has 16 queries and one part of
 _RESERVED = 1024  # bytes of shared memory, of each block
 _CHOICES = ("CLUSTER", "WARPGROUPS")  # of both kernels
 
-ARCHITECTURE = "sm_90a"  # that has warpgroup instructions
 _WARPGROUP = 128  # threads
 _LINES = {"KEY_LINE": 128, "VALUE_LINE": 64, "VALUE_PIECES": 4}  # see image_attention_wgmma.cu
 _WIDE_LINE = 128  # bytes, the widest that the engine swizzles
@@ -89,7 +88,7 @@ def _chosen(
     demand_choices(_OP, variant, (*_CHOICES, *_LINES))
     warpgroups = variant.get("WARPGROUPS")
     if warpgroups is None:
-        warpgroups = 2 if architecture(qkv.device) == ARCHITECTURE else 0
+        warpgroups = 2 if architecture(qkv.device) == HOPPER else 0
     if warpgroups == 0:
         demand_choices(_OP, variant, _CHOICES)
         others = {name: value for name, value in variant.items() if name != "WARPGROUPS"}

@@ -21,6 +21,7 @@ Dim = int | tuple[int, ...]
 Argument = Tensor | int | float | None
 """A tensor is passed as its address (None: a null pointer), an int as C int, a float as C float."""
 
+HOPPER = "sm_90a"  # as `architecture` calls it; alone in having warpgroup instructions
 _ARCHITECTURE_SPECIFIC = (9, 0)  # from this compute capability on, kernels use instructions of one architecture ("a")
 
 

@@ -18,12 +18,11 @@ from .boundary import demand_choices, demand_dense, demand_device
 from .compiler import KernelSource
 from .errors import KernelError
 from .head_codes import HEAD_DIM, HEADS, VALUE_KEYS, HeadCodes
-from .kernel import architecture, kernel
+from .kernel import HOPPER, architecture, kernel
 from .registers import demand_registers
 from .rows import CODES, Quantiser, demand_heads, lone_scale
 from .tensor_map import TensorMap, heads_map, launch_with_maps, tensor_map
 
-ARCHITECTURE = "sm_90a"
 _OP = "prefix_attention"
 _WIDTH = HEADS * HEAD_DIM
 _CONSUMER_ROWS, _CONSUMERS = 8, 2  # rows of the prefix that one has; consumers of a block
@@ -40,8 +39,8 @@ def unsuited(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{_OP}.cu runs on a GPU, the tensors are on '{device}'"
     found = architecture(device)
-    if found != ARCHITECTURE:
-        return f"{_OP}.cu uses matrix instructions of {ARCHITECTURE}, this GPU is {found}"
+    if found != HOPPER:
+        return f"{_OP}.cu uses matrix instructions of {HOPPER}, this GPU is {found}"
     return ""
 
 
@@ -129,7 +128,7 @@ def _launch(
     *_, scale = tensors
     source = prefix_attention_source({**choices, "OVERLAP": int(overlap), "OUT8": int(scale is not None)})
     rows, nbytes = query.shape[0], shared_bytes(source)
-    demand_registers(source, ARCHITECTURE, REGISTERS)
+    demand_registers(source, HOPPER, REGISTERS)
     launch_with_maps(
         int(kernel(source, _OP, query.device, nbytes).driver_kernel.handle),
         torch.cuda.current_stream(query.device).cuda_stream,
