@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashrt_ros.accelerate import Gates, ModuleStructure, Observation
+from flashrt_ros.accelerate.gates import FEWEST_ROUNDS
 
-QUICK = Gates(rounds=15, turn_s=0.002)  # three rounds may be disturbed on either side
+QUICK = Gates(rounds=FEWEST_ROUNDS, fewest_calls=1, turn_s=0)  # operations are counted: all rounds are equal
 ROWS, WIDTH = 192, 64
 
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -207,7 +208,7 @@ def test_a_set_that_passes_together_is_kept_whole() -> None:
 def test_nothing_is_changed_where_nothing_passes() -> None:
     model, inputs = transformer(), examples()
     marks = traces(model)
-    report = accelerate(model, inputs, gates=Gates(speedup=1e6, rounds=6, turn_s=0.001))
+    report = accelerate(model, inputs, gates=replace(QUICK, speedup=1e6))
     assert report.kept == ()
     assert report.speedup == 1
     assert traces(model) == marks
@@ -278,7 +279,7 @@ def test_many_threads_get_the_originals_results() -> None:
     outside = examples(count=1, rows=5)[0]
     with torch.no_grad():
         wanted = {id(x): model(x) for x in (*inputs, outside)}
-    report = accelerate(model, inputs, gates=Gates(rounds=15, turn_s=0.002, misses=10_000))
+    report = accelerate(model, inputs, gates=replace(QUICK, misses=10_000))
     close: list[bool] = []
 
     def work() -> None:

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashrt_ros.accelerate import Gates, Report, accelerate, replay
+from flashrt_ros.accelerate import Report, accelerate, replay
 from flashrt_ros.accelerate.structures.call_graph import CallGraph
 from test.accelerate.models import QUICK, WIDTH, RowByRowNorm, bits, examples, traces
 
 ROWS, TABLE = 6, 256
-STEADY = Gates(rounds=61, turn_s=0.002)  # the norm is a quarter of the call: more rounds than QUICK has are needed
 
 
 class Tables(nn.Module):
@@ -54,7 +53,7 @@ def test_kernels_are_judged_within_the_graph_and_kept_together_with_it(model: nn
     state, marks = bits(model), traces(model)
     with torch.no_grad():
         expected = [model(x) for x in inputs]
-        with accelerate(model, inputs, gates=STEADY) as report:
+        with accelerate(model, inputs, gates=QUICK) as report:
             assert set(report.kept) == {"cuda_graph", "fused_norm"}
             assert verdict(report, "cuda_graph") == ("kept", "original")
             assert verdict(report, "fused_norm") == ("kept", "cuda_graph")

@@ -40,6 +40,11 @@ class Lookalike(nn.Module):
         return x / (x.abs().sum(-1, keepdim=True) + self.eps)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def operations_as_time() -> None:
+    """The page's lines run as they stand, by the clock: what is a hundred times faster is so on any machine."""
+
+
 @pytest.fixture
 def template() -> dict[str, Any]:
     """Names that the template defines."""

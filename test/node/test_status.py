@@ -10,6 +10,7 @@ from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus
 from rclpy.qos import DurabilityPolicy, ReliabilityPolicy
 
 from flashrt_ros.msg import ActionChunk, EngineStatus
+from flashrt_ros.node.demo.operator_node import nanoseconds
 from test.node.rig import PROBE, Recorder, Rig, record_chunks, record_status, wait_until
 from test.node.robot import default_robot
 
@@ -176,10 +177,6 @@ def test_an_instruction_published_the_moment_the_node_listens_is_followed(rig: R
         chunks.wait_for(lambda m, text=expected: m.instruction == text, expected)  # type: ignore[misc]
         assert node.transition("deactivate")
         assert node.transition("cleanup")
-
-
-def nanoseconds(value: Any) -> int:
-    return int(value.sec) * 1_000_000_000 + int(value.nanosec)
 
 
 def test_a_chunk_says_when_from_what_and_under_which_plan(rig: Rig) -> None:

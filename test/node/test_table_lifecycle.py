@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -164,9 +163,7 @@ def test_a_replay_that_outlasts_the_bound_finalizes_the_node(rig: Rig) -> None:
     node = rig.active_policy({"stop_timeout": 0.2})
     LATCH.close()
     wait_until(LATCH.entered.is_set, "a replay is under way")
-    began = time.monotonic()
-    assert not node.transition("deactivate")
-    assert time.monotonic() - began < 2.0
+    assert not node.transition("deactivate")  # returns, though the replay goes on until the latch opens
     assert node.state == "finalized"
     LATCH.open()
 
