@@ -39,7 +39,7 @@ class Child:
 
 
 class Processes:
-    """A context whose exit leaves no process and no shared memory behind.
+    """A context whose exit leaves no process behind, and no shared memory that no other process uses.
 
     Args:
         environment: of every child.
