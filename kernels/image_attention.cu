@@ -294,10 +294,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, kResident)
   const float scale_of_codes = QUANTISED ? *output_scale : 1.0f;
   if (threadIdx.x == 0) prepare(qkv, shared);
   __syncwarp();
-  if (CLUSTER > 1)
-    cluster_barrier();
-  else
-    __syncthreads();
+  prepared();
   overlap_wait();
   fetch(qkv, shared, work);
   __syncwarp();

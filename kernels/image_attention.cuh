@@ -51,8 +51,15 @@ struct Work {
   }
 };
 
-// The blocks of a cluster write to each other: none may end before the others have what it sends. Between the two
-// calls a block need not stop.
+// The blocks of a cluster write to each other: barriers of all must be prepared before the first one sends.
+__device__ __forceinline__ void prepared() {
+  if (CLUSTER > 1)
+    cluster_barrier();
+  else
+    __syncthreads();
+}
+
+// None may end before the others have what it sends. Between the two calls a block need not stop.
 __device__ __forceinline__ void cluster_arrive() {
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -476,10 +476,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(kThreads, kResident)
     prepare(maps, shared);
   }
   __syncwarp();
-  if (CLUSTER > 1)
-    cluster_barrier();
-  else
-    __syncthreads();
+  prepared();
   overlap_wait();
   if (threadIdx.x == kFetcher) Feed{maps, shared, work, usual_policy()}.all();
   __syncwarp();
